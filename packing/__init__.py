@@ -1,0 +1,1 @@
+"""padfree's data side: chat files become packed, masked buffers that carry their boundaries."""

@@ -1,0 +1,138 @@
+"""`Conversation`, what the formats give, and `Example`, what the tokenizer makes of it.
+
+record (raw line) -> Conversation (normalised messages) -> Example (ids and labels) -> a buffer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing.errors import OptionError, Reason, RowRejected
+
+IGNORE_INDEX = -100
+"""The label of a token that is not trained; every loss in the field knows it."""
+
+Overflow = Literal["drop", "truncate", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """One normalised record: exactly one of `messages`, `text` and `example` is set.
+
+    Attributes:
+        messages: Each has `role` (system, user, assistant, tool) and `content` (always text, "" for
+            none), and where given `reasoning_content` (text), `tool_calls` (each `{"type":
+            "function", "function": {"name": text, "arguments": object}}` and maybe `id`), `name`,
+            `tool_call_id`.
+        tools: JSON schemas of the functions on offer, or None.
+        trainable: For each message whether it may be trained; None means that all may.
+            It narrows `--train-on`, never widens it.
+        text: Plain text, trained whole and ended by EOS.
+        example: A record that came tokenized.
+        notes: The normalisations that were applied, for the counts in the report.
+    """
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    trainable: Sequence[bool] | None = None
+    text: str | None = None
+    example: Example | None = None
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One tokenized, masked conversation.
+
+    Attributes:
+        input_ids: int32[L], L at least 1.
+        labels: int32[L]: the token itself where it is trained, `IGNORE_INDEX` elsewhere. Models
+            shift inside, so `labels[0]` is `IGNORE_INDEX`: with it set, the last token of one
+            example would be trained to predict the first of the next.
+        turn: The assistant turn that this example trains, from 0, or -1 for a whole conversation.
+        messages: The normalised messages whose render the ids are, where there were messages.
+        tools: The tools that were rendered with them.
+        notes: What happened on the way, for the counts in the report.
+    """
+
+    input_ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    turn: int = -1
+    messages: Sequence[Mapping[str, Any]] | None = field(default=None, compare=False, repr=False)
+    tools: Sequence[Mapping[str, Any]] | None = field(default=None, compare=False, repr=False)
+    notes: Sequence[str] = field(default=(), compare=False, repr=False)
+
+    def __len__(self) -> int:
+        return int(self.input_ids.size)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Example):
+            return NotImplemented
+        return (
+            self.turn == other.turn
+            and np.array_equal(self.input_ids, other.input_ids)
+            and np.array_equal(self.labels, other.labels)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # arrays can change, so an example is no key
+
+    @property
+    def supervised(self) -> int:
+        """The number of trained tokens."""
+        return int(np.count_nonzero(self.labels != IGNORE_INDEX))
+
+
+def make_example(
+    input_ids: Sequence[int] | NDArray[Any],
+    *,
+    trained: Sequence[bool] | NDArray[np.bool_],
+    turn: int = -1,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    notes: Sequence[str] = (),
+) -> Example:
+    """An example from ids and a mask; the first token is never trained, whatever the mask says.
+
+    Raises:
+        ValueError: ids and mask differ in length, or there are no ids.
+    """
+    ids = np.asarray(input_ids, dtype=np.int32)
+    mask = np.array(trained, dtype=np.bool_)
+    if ids.ndim != 1 or ids.size == 0 or ids.shape != mask.shape:
+        raise ValueError(f"ids of shape {ids.shape} and a mask of shape {mask.shape} make no example")
+    mask[0] = False
+    labels = np.where(mask, ids, np.int32(IGNORE_INDEX))
+    return Example(input_ids=ids, labels=labels, turn=turn, messages=messages, tools=tools, notes=notes)
+
+
+def fit(example: Example, *, capacity: int, overflow: Overflow) -> Example:
+    """The example as it enters a bin of `capacity` tokens: itself, or a prefix of it.
+
+    Raises:
+        RowRejected: too long with `drop`, or nothing left to train.
+        OptionError: too long with `error`.
+    """
+    if len(example) > capacity:
+        if overflow == "drop":
+            raise RowRejected(Reason.TOO_LONG, f"{len(example)} tokens, the capacity is {capacity}")
+        if overflow == "error":
+            raise OptionError(
+                f"an example of {len(example)} tokens does not fit the capacity of {capacity}: "
+                "raise --capacity, or choose --overflow drop or truncate"
+            )
+        example = Example(
+            input_ids=example.input_ids[:capacity],
+            labels=example.labels[:capacity],
+            turn=example.turn,
+            messages=example.messages,
+            tools=example.tools,
+            notes=(*example.notes, "truncated"),
+        )
+    if example.supervised == 0:
+        raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of the {len(example)} tokens is trained")
+    return example
