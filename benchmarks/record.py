@@ -1,0 +1,121 @@
+"""What every benchmark needs: time a call several times, and save the result with all that explains it.
+
+from record import save, seconds
+
+ours, floor = seconds(ours_call), seconds(floor_call)
+save("plan", {"ours": ours, "counting_sort": floor, "ratio": ours["median"] / floor["median"]})
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+PACKAGES = [
+    "padfree",
+    "numpy",
+    "numba",
+    "pyarrow",
+    "datasets",
+    "tokenizers",
+    "transformers",
+    "torch",
+    "trl",
+    "triton",
+]
+
+
+def spread(samples: Iterable[float]) -> dict[str, Any]:
+    """Median, least, most and count of some measurements, in their own unit."""
+    values = sorted(samples)
+    return {"median": statistics.median(values), "min": values[0], "max": values[-1], "runs": len(values)}
+
+
+def seconds(call: Callable[[], object], *, runs: int = 7, warmup: int = 1) -> dict[str, Any]:
+    """Wall seconds of a call: the spread over `runs`, after `warmup` calls that do not count."""
+    for _ in range(warmup):
+        call()
+    samples = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - start)
+    return spread(samples)
+
+
+def version(package: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str:
+    """The commit at hand, `-dirty` behind it where tracked files differ, or "unknown" outside a checkout."""
+    here = Path(__file__).parent
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or os.environ.get("PADFREE_COMMIT", "unknown")
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores and memory; and the GPUs, if torch is loaded and sees any."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    memory = next(
+        (int(line.split()[1]) // 2**20 for line in _lines("/proc/meminfo") if "MemTotal" in line), None
+    )
+    found: dict[str, Any] = {"cpu": model, "cores": os.cpu_count(), "memory_gib": memory}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def save(name: str, results: Mapping[str, Any], *, packages: Iterable[str] = ()) -> Path:
+    """Writes `results/NAME.json` (or into $OUT) and prints the path.
+
+    Args:
+        name: The file's name without its ending.
+        results: What was measured: numbers with their unit in the key, as from `seconds`.
+        packages: Further packages whose versions matter here.
+    """
+    folder = Path(os.environ.get("OUT", RESULTS))
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "benchmark": name,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "hardware": hardware(),
+        "versions": {p: v for p in [*PACKAGES, *packages] if (v := version(p))},
+        "results": results,
+    }
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    print(f"saved {path}")
+    return path
