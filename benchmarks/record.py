@@ -109,7 +109,7 @@ def save(name: str, results: Mapping[str, Any], *, packages: Iterable[str] = ())
         "benchmark": name,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(Path(word).name if word.startswith("/") else word for word in sys.argv),
         "python": platform.python_version(),
         "hardware": hardware(),
         "versions": {p: v for p in [*PACKAGES, *packages] if (v := version(p))},
