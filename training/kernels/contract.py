@@ -1,0 +1,127 @@
+"""What a bound model is given, checked without a device sync. The one file here that imports `packing`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from packing import boundaries
+from packing.errors import PadfreeError
+
+Batch = dict[str, Any]
+
+
+class KernelError(PadfreeError):
+    """A layer that can't be isolated here: its text names the layer, the cause and what to do."""
+
+
+def make_batch(
+    input_ids: torch.Tensor,
+    seq_lengths: Sequence[int],
+    *,
+    labels: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Batch:
+    """A batch for `model(**batch)` from one packed buffer, as the loader's `collate` makes it.
+
+    Args:
+        input_ids: int64[T].
+        seq_lengths: Their sum is T.
+        labels: int64[T]; None leaves them out.
+        device: Where the tensors go. The lengths are read on the host, so nothing syncs.
+
+    Raises:
+        ValueError: the lengths do not sum to T.
+    """
+    lengths = boundaries.check_lengths(seq_lengths)
+    if int(lengths.sum()) != input_ids.numel():
+        raise ValueError(f"seq_lengths sum to {int(lengths.sum())}, but there are {input_ids.numel()} ids")
+    longest = boundaries.max_seqlen(lengths)
+    ends = torch.from_numpy(boundaries.cu_seqlens(lengths)).to(device)
+    batch: Batch = {
+        "input_ids": input_ids.reshape(1, -1).to(device),
+        "position_ids": torch.from_numpy(boundaries.position_ids(lengths))[None].to(device),
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": torch.from_numpy(boundaries.seq_idx(lengths))[None].to(device),
+        "use_cache": False,
+    }
+    if labels is not None:
+        batch["labels"] = labels.reshape(1, -1).to(device)
+    return batch
+
+
+def segment_lengths(*, cu_seqlens: torch.Tensor | None, seq_idx: torch.Tensor | None = None) -> list[int]:
+    """The lengths that a function was given, as Python ints: one device sync on CUDA, none on a CPU.
+
+    Raises:
+        KernelError: neither is given, or they break the laws of `packing.boundaries`.
+    """
+    try:
+        if cu_seqlens is not None:
+            lengths = boundaries.lengths_from_cu_seqlens(_numpy(cu_seqlens))
+        elif seq_idx is not None:
+            lengths = boundaries.lengths_from_seq_idx(_numpy(seq_idx).reshape(-1))
+        else:
+            raise KernelError("a layer was called without boundaries: give the model a batch of `collate`")
+    except ValueError as error:
+        raise KernelError(f"boundaries that can't be: {error}") from error
+    result: list[int] = lengths.tolist()
+    return result
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = tensor.detach().cpu().numpy()
+    return array
+
+
+def check_call(batch: Mapping[str, Any]) -> None:
+    """Checks the arguments of `model(**batch)` by shape, dtype and type alone: no device sync.
+
+    Raises:
+        KernelError: an argument that turns isolation off, or one that is missing; says which.
+    """
+    ids = batch.get("input_ids") if batch.get("inputs_embeds") is None else batch["inputs_embeds"]
+    if ids is None or ids.shape[0] != 1:
+        shape = None if ids is None else tuple(ids.shape)
+        raise KernelError(f"a packed batch is one row, int64[1, T]; got {shape}: use the loader's collate")
+    tokens = ids.shape[1]
+    if batch.get("attention_mask") is not None:
+        raise KernelError(
+            "attention_mask was given: a packed batch has none, and a mask, even of ones, turns packed "
+            "detection off elsewhere; stop the trainer or collator from adding it"
+        )
+    if batch.get("use_cache") or batch.get("past_key_values") is not None or batch.get("cache") is not None:
+        raise KernelError(
+            "use_cache is on: pass use_cache=False, since a cache carries state across examples"
+        )
+    positions = batch.get("position_ids")
+    if positions is None or tuple(positions.shape) != (1, tokens):
+        shape = None if positions is None else tuple(positions.shape)
+        raise KernelError(
+            f"position_ids must be int64[1, {tokens}] and restart at 0; got {shape}: a 3-D tensor (M-RoPE) "
+            "or none would be counted through the whole buffer"
+        )
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        ends = batch.get(name)
+        if ends is None or ends.dim() != 1 or ends.dtype != torch.int32:
+            raise KernelError(f"{name} must be int32[N + 1]; got {_describe(ends)}")
+    for name in ("max_length_q", "max_length_k"):
+        if not isinstance(batch.get(name), int):
+            raise KernelError(
+                f"{name} must be a Python int, as a tensor costs a sync; got {_describe(batch.get(name))}"
+            )
+    index = batch.get("seq_idx")
+    if index is None or tuple(index.shape) != (1, tokens) or index.dtype != torch.int32:
+        raise KernelError(f"seq_idx must be int32[1, {tokens}]; got {_describe(index)}")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return "nothing" if value is None else type(value).__name__
