@@ -22,6 +22,7 @@ class Reason(StrEnum):
     EMPTY_TURN = "empty_turn"
     LONE_SURROGATE = "lone_surrogate"
     CONTROL_TOKEN = "control_token"  # text that spells a control token of the tokenizer
+    THINK_TAG = "think_tag"  # a think tag without its partner: markup or text can't be told
     BAD_TOOLS = "bad_tools"  # tools or tool calls that are no valid schema or call
     BAD_WEIGHT = "bad_weight"  # a message weight other than 0 and 1
     BAD_TOKENS = "bad_tokens"  # a tokenized row with ids or labels that can't be
