@@ -1,0 +1,157 @@
+"""A folder that appears whole or not at all, by one writer at a time.
+
+The folder NAME is written as `.NAME.padfree-partial` beside it and renamed when whole. Whoever holds the
+lock on the file `.lock` in the partial folder owns it; the kernel drops the lock when the owner dies, so the
+next writer can tell what is stale and removes it. A folder that is replaced waits as `.NAME.padfree-old`
+until the new one is in place; if the writer dies between the two renames, the next writer puts it back.
+
+Not for object stores, and without fsync: after a power cut a file's content may be missing, which readers
+notice by its digest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from packing.errors import OutputError
+
+_LOCK = ".lock"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the operating system refuses (a full disk, missing rights) into one line.
+
+    Raises:
+        OutputError: any OSError inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or path
+        raise OutputError(f"{place}: can't write: {error.strerror or error}; nothing was kept") from error
+
+
+class AtomicFolder:
+    """Write below `path`, then `publish`; or `discard`.
+
+    Args:
+        target: Where the folder is to appear. Missing parents are made. A link is followed.
+        force: Replace what is there, if it `may_replace`.
+        may_replace: Whether the folder that is there is of the kind that `force` may replace, so that a
+            mistyped name does not cost somebody's files.
+
+    Raises:
+        OutputError: the target exists, another process is writing it, or the system refuses.
+    """
+
+    def __init__(self, target: str | Path, *, force: bool, may_replace: Callable[[Path], bool]) -> None:
+        self.target = Path(os.path.realpath(target))
+        self.path = self.target.with_name(f".{self.target.name}.padfree-partial")
+        self._old = self.target.with_name(f".{self.target.name}.padfree-old")
+        self._force = force
+        self._may_replace = may_replace
+        with writing(self.target):
+            self._check_target()
+            self._lock: int | None = self._own()
+            try:
+                self._restore()
+                self._check_target()
+                self._clear()
+            except BaseException:
+                self.discard()
+                raise
+
+    def publish(self) -> None:
+        """Puts the folder in its place, or leaves what was there.
+
+        Raises:
+            OutputError: the target has appeared meanwhile, or the system refuses.
+        """
+        with writing(self.target):
+            self._check_target()
+            if os.path.lexists(self.target):
+                os.rename(self.target, self._old)
+                try:
+                    os.rename(self.path, self.target)
+                except OSError:
+                    os.rename(self._old, self.target)
+                    raise
+                shutil.rmtree(self._old)
+            else:
+                os.rename(self.path, self.target)
+            # Only now: without its lock file the partial folder would look ownerless to another writer.
+            os.unlink(self.target / _LOCK)
+            self._release()
+
+    def discard(self) -> None:
+        """Removes all that was written; does nothing once published.
+
+        Raises:
+            OutputError: the system refuses.
+        """
+        if self._lock is None:
+            return
+        with writing(self.path):
+            self._clear()
+            os.unlink(self.path / _LOCK)
+            with suppress(OSError):  # another writer may have taken the name this instant
+                os.rmdir(self.path)
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+    def _check_target(self) -> None:
+        if not os.path.lexists(self.target):
+            return
+        if not self._force:
+            raise OutputError(f"{self.target} exists: choose another name, or replace it with --force")
+        if not self._may_replace(self.target):
+            raise OutputError(
+                f"{self.target} holds no shard set, so --force does not replace it: remove it first"
+            )
+
+    def _own(self) -> int:
+        """Takes the lock and returns its descriptor."""
+        while True:
+            os.makedirs(self.path, exist_ok=True)
+            try:
+                lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o666)
+            except FileNotFoundError:
+                continue  # its owner has just renamed or removed the folder
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(lock), os.stat(self.path / _LOCK)):
+                    return lock
+            except BlockingIOError:
+                os.close(lock)
+                raise OutputError(
+                    f"another process is writing {self.target}: wait, or choose another name"
+                ) from None
+            except FileNotFoundError:
+                pass
+            os.close(lock)
+
+    def _restore(self) -> None:
+        """Tidies up after a writer that died while it replaced the target."""
+        if not os.path.lexists(self._old):
+            return
+        if os.path.lexists(self.target):
+            shutil.rmtree(self._old)
+        else:
+            os.rename(self._old, self.target)
+
+    def _clear(self) -> None:
+        for entry in list(os.scandir(self.path)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name != _LOCK:
+                os.unlink(entry.path)
