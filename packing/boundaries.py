@@ -51,11 +51,16 @@ def cu_seqlens(seq_lengths: Lengths) -> NDArray[np.int32]:
     return np.concatenate([np.zeros(1, np.int32), ends.astype(np.int32)])
 
 
+def starts(seq_lengths: Lengths) -> NDArray[np.int64]:
+    """int64[N]: where each sequence begins. Unlike `cu_seqlens` not for kernels, so of any sum."""
+    lengths = check_lengths(seq_lengths)
+    return np.cumsum(lengths) - lengths
+
+
 def position_ids(seq_lengths: Lengths) -> NDArray[np.int64]:
     """int64[T]: 0, 1, 2, … within each sequence."""
     lengths = check_lengths(seq_lengths)
-    starts = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
+    return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts(lengths), lengths)
 
 
 def seq_idx(seq_lengths: Lengths) -> NDArray[np.int32]:
@@ -102,11 +107,9 @@ def lengths_from_position_ids(positions: Lengths) -> NDArray[np.int64]:
         ValueError: the positions do not run 0, 1, 2, … within each sequence.
     """
     array = np.asarray(positions)
-    starts = np.flatnonzero(array == 0)
-    lengths = np.diff(np.append(starts, array.size))
-    if array.size and (
-        starts.size == 0 or starts[0] != 0 or not np.array_equal(position_ids(lengths), array)
-    ):
+    zeros = np.flatnonzero(array == 0)
+    lengths = np.diff(np.append(zeros, array.size))
+    if array.size and (zeros.size == 0 or zeros[0] != 0 or not np.array_equal(position_ids(lengths), array)):
         raise ValueError("position_ids must run 0, 1, 2, … from the start of each sequence")
     return check_lengths(lengths)
 
@@ -118,10 +121,10 @@ def lengths_from_seq_idx(index: Lengths) -> NDArray[np.int64]:
         ValueError: the numbers are not 0, 1, 2, …, each once, in runs.
     """
     array = np.asarray(index)
-    starts = np.flatnonzero(np.append(True, array[1:] != array[:-1])) if array.size else np.zeros(0, int)
-    if not np.array_equal(array[starts], np.arange(starts.size)):
+    changes = np.flatnonzero(np.append(True, array[1:] != array[:-1])) if array.size else np.zeros(0, int)
+    if not np.array_equal(array[changes], np.arange(changes.size)):
         raise ValueError("seq_idx must count the sequences 0, 1, 2, … without gaps")
-    return check_lengths(np.diff(np.append(starts, array.size)))
+    return check_lengths(np.diff(np.append(changes, array.size)))
 
 
 def with_tail(seq_lengths: Lengths, *, capacity: int) -> NDArray[np.int64]:
