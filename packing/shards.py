@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing.atomic import AtomicFolder, writing
+from packing.boundaries import starts
 from packing.buffer import PackedBuffer, check_buffer, unpack
 from packing.errors import OptionError, ShardError
 from packing.example import IGNORE_INDEX, Example
@@ -617,6 +618,38 @@ class ShardSet:
         if part.manifest["digest"] != self.manifest["parts"][name]:
             raise ShardError(f"{part.path / MANIFEST} is not the one that was written with {self.path}")
         return part
+
+    def gather(self, places: NDArray[np.integer[Any]]) -> PackedBuffer:
+        """A buffer of examples that are packed elsewhere, copied together.
+
+        Args:
+            places: int[N], positions in `example_ids` and `seq_lengths`; at least one.
+
+        Raises:
+            ShardError: a file is damaged.
+        """
+        buffers, first_tokens = self._places
+        lengths = self.seq_lengths[places]
+        pieces = [
+            (self[buffer], slice(start, start + length))
+            for buffer, start, length in zip(
+                buffers[places].tolist(), first_tokens[places].tolist(), lengths.tolist(), strict=True
+            )
+        ]
+        return PackedBuffer(
+            input_ids=np.concatenate([buffer.input_ids[tokens] for buffer, tokens in pieces]),
+            labels=np.concatenate([buffer.labels[tokens] for buffer, tokens in pieces]),
+            seq_lengths=lengths,
+            example_ids=self.example_ids[places],
+        )
+
+    @cached_property
+    def _places(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """int32[examples], int32[examples]: each example's buffer, and its first token therein."""
+        first = starts(self.seq_lengths)
+        counts = self.examples_per_buffer
+        buffers = np.repeat(np.arange(len(self), dtype=np.int32), counts)
+        return buffers, (first - np.repeat(first[starts(counts)], counts)).astype(np.int32)
 
     def example(self, number: int) -> Example:
         """Example `number`, wherever it was packed.

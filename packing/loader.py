@@ -1,0 +1,496 @@
+"""Batches for torch: a data set of buffers, a sampler with an order of its own, collate, resume.
+
+    loader = PackedDataLoader("packed", batch_size=1, rank=rank, world_size=world_size, seed=7)
+    for epoch in range(loader.epoch, epochs):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            loss = model(**batch, use_cache=False).loss
+            …  # and at times: save loader.state_dict()
+
+A batch, T = buffers × capacity (the law of each key is in `check_batch`):
+
+    input_ids, labels, position_ids   int64[1, T]
+    cu_seq_lens_q, cu_seq_lens_k      int32[N + 1]
+    max_length_q, max_length_k        int
+    seq_idx                           int32[1, T]
+
+This is the only file of `packing` that imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from packing import boundaries
+from packing.buffer import PackedBuffer
+from packing.errors import OptionError, ResumeError, ShardError
+from packing.example import IGNORE_INDEX
+from packing.plan import Plan, plan_bins
+from packing.shards import ShardSet, open_shards
+
+Batch = dict[str, Any]
+
+_DTYPES = {
+    "input_ids": np.int64,
+    "labels": np.int64,
+    "position_ids": np.int64,
+    "cu_seq_lens_q": np.int32,
+    "cu_seq_lens_k": np.int32,
+    "seq_idx": np.int32,
+}
+BATCH_KEYS = [
+    "input_ids",
+    "labels",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+]
+
+Key = int | NDArray[np.int64] | None
+"""What a data set gives a buffer for: its number, the places of its examples, or None for an empty one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedBuffer(PackedBuffer):
+    """A buffer and the length to which `collate` fills it.
+
+    Attributes:
+        capacity: Tokens after filling; None leaves the buffer at its own length.
+    """
+
+    capacity: int | None
+
+
+def collate(buffers: Sequence[PackedBuffer]) -> Batch:
+    """Buffers, side by side, as the arguments of a model's forward.
+
+    A `LoadedBuffer` with a capacity is filled with exactly one more segment of token 0 and label -100:
+    rows that no segment covers give NaN gradients, and a segment a pad token would cost the kernels
+    thousands of empty steps. All tensors are new: flash-linear-attention caches what it derives from
+    `cu_seqlens` by object identity, so a refilled tensor would get the last batch's boundaries.
+
+    Raises:
+        ValueError: no buffers, or one above its capacity.
+    """
+    if not buffers:
+        raise ValueError("a batch holds at least one buffer")
+    lengths = np.concatenate([_segments(buffer) for buffer in buffers])
+    cu_seqlens = torch.from_numpy(boundaries.cu_seqlens(lengths))
+    total = int(lengths.sum())
+    ids = np.zeros((1, total), np.int64)
+    labels = np.full((1, total), IGNORE_INDEX, np.int64)
+    start = 0
+    for buffer in buffers:
+        end = start + len(buffer)
+        ids[0, start:end] = buffer.input_ids
+        labels[0, start:end] = buffer.labels
+        start += len(buffer) if (capacity := _capacity(buffer)) is None else capacity
+    longest = boundaries.max_seqlen(lengths)
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "position_ids": torch.from_numpy(boundaries.position_ids(lengths)[None]),
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens.clone(),
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": torch.from_numpy(boundaries.seq_idx(lengths)[None]),
+    }
+
+
+def _capacity(buffer: PackedBuffer) -> int | None:
+    return buffer.capacity if isinstance(buffer, LoadedBuffer) else None
+
+
+def _segments(buffer: PackedBuffer) -> NDArray[np.int64]:
+    if (capacity := _capacity(buffer)) is None:
+        return boundaries.check_lengths(buffer.seq_lengths)
+    return boundaries.with_tail(buffer.seq_lengths, capacity=capacity)
+
+
+def check_batch(batch: Mapping[str, Any]) -> None:
+    """Checks every law of a batch: for tests, and for a trainer's first step.
+
+    Tensors on a device are copied to the host, which waits for the device.
+
+    Raises:
+        ValueError: names the law that fails.
+    """
+    if list(batch) != BATCH_KEYS:
+        raise ValueError(f"a batch has the keys {BATCH_KEYS}, in this order, not {list(batch)}")
+    arrays = {key: value.numpy(force=True) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    for key, dtype in _DTYPES.items():
+        if key not in arrays or arrays[key].dtype != dtype:
+            found = arrays[key].dtype if key in arrays else type(batch[key]).__name__
+            raise ValueError(f"{key} must be a tensor of {np.dtype(dtype)}, not {found}")
+    ids, labels = arrays["input_ids"], arrays["labels"]
+    if ids.ndim != 2 or ids.shape[0] != 1:
+        raise ValueError(f"input_ids must be of shape [1, T], not {list(ids.shape)}")
+    for key in ("labels", "position_ids", "seq_idx"):
+        if arrays[key].shape != ids.shape:
+            raise ValueError(f"{key} must be of shape {list(ids.shape)}, not {list(arrays[key].shape)}")
+    lengths = boundaries.lengths_from_cu_seqlens(arrays["cu_seq_lens_q"])
+    if (total := int(lengths.sum())) != ids.shape[1]:
+        raise ValueError(f"cu_seq_lens_q ends at {total}, but there are {ids.shape[1]} tokens")
+    computed: dict[str, NDArray[Any]] = {
+        "cu_seq_lens_k": boundaries.cu_seqlens(lengths),
+        "position_ids": boundaries.position_ids(lengths)[None],
+        "seq_idx": boundaries.seq_idx(lengths)[None],
+    }
+    for key, expected in computed.items():
+        if not np.array_equal(arrays[key], expected):
+            raise ValueError(f"{key} has other boundaries than cu_seq_lens_q")
+    for key in ("max_length_q", "max_length_k"):
+        if type(batch[key]) is not int or batch[key] != boundaries.max_seqlen(lengths):
+            raise ValueError(f"{key} must be the int {boundaries.max_seqlen(lengths)}, not {batch[key]!r}")
+    if (labels[0, boundaries.starts(lengths)] != IGNORE_INDEX).any():
+        raise ValueError("the label at a segment's first position must be -100: models shift inside")
+    if ((labels != IGNORE_INDEX) & (labels != ids)).any():
+        raise ValueError("a label must be the token's own id, or -100")
+
+
+class PackedDataset(Dataset[LoadedBuffer]):
+    """A shard set as a map-style data set, for torch's `DataLoader` with `collate`.
+
+    Indexing takes a `Key`: what a `PackedSampler` gives, or a buffer's number. It has no order and no state
+    of its own, so copies in worker processes can't go stale.
+
+    Args:
+        source: A shard directory, or an open shard set.
+        capacity: Tokens to which buffers are filled; None takes the shard set's.
+        fixed_shape: Fill every buffer to the capacity; else buffers keep their own lengths.
+
+    Raises:
+        ShardError: missing, damaged, or without a buffer.
+    """
+
+    def __init__(
+        self, source: str | Path | ShardSet, *, capacity: int | None = None, fixed_shape: bool = True
+    ) -> None:
+        self.shards = source if isinstance(source, ShardSet) else open_shards(source)
+        if not len(self.shards):
+            raise ShardError(f"{self.shards.path} holds no buffers: nothing to load")
+        self.capacity = self.shards.capacity if capacity is None else capacity
+        self.fixed_shape = fixed_shape
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, key: Key) -> LoadedBuffer:
+        if key is None:
+            # No real tokens: collate makes it all tail. Without a fixed shape one token is tail enough.
+            nothing = np.zeros(0, np.int32)
+            return LoadedBuffer(
+                input_ids=nothing,
+                labels=nothing,
+                seq_lengths=nothing,
+                example_ids=nothing.astype(np.int64),
+                capacity=self.capacity if self.fixed_shape else 1,
+            )
+        buffer = self.shards.gather(key) if isinstance(key, np.ndarray) else self.shards[key]
+        return LoadedBuffer(
+            input_ids=buffer.input_ids,
+            labels=buffer.labels,
+            seq_lengths=buffer.seq_lengths,
+            example_ids=buffer.example_ids,
+            capacity=self.capacity if self.fixed_shape else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderOptions:
+    """All that decides the order of an epoch, beside the shard set and the epoch's number.
+
+    Attributes:
+        seed: 0 … 2**64 - 1.
+        shuffle: Permute the buffers anew in each epoch; else they come as they lie.
+        replan: Plan new bins from the examples' lengths in each epoch.
+        capacity: Most tokens in a new bin; None takes the shard set's. Only with `replan`.
+    """
+
+    seed: int = 0
+    shuffle: bool = True
+    replan: bool = False
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**64:
+            raise OptionError(f"seed {self.seed} can't be: choose 0 to 2**64 - 1")
+        if self.capacity is not None and not self.replan:
+            raise OptionError("another capacity needs new bins: set replan=True as well")
+
+
+def epoch_order(
+    shards: ShardSet, *, epoch: int, options: OrderOptions
+) -> tuple[NDArray[np.int64], Plan | None]:
+    """The order of an epoch, for all ranks together: a pure function of its arguments.
+
+    Stable over machines and versions of numpy: the bits of PCG64 are guaranteed, and a stable sort of them
+    (unlike `Generator.permutation`) leaves nothing else that could change.
+
+    Returns:
+        int64[buffers], and the plan whose bins they number; None where they number the stored buffers.
+
+    Raises:
+        OptionError: an epoch below 0; with `replan`, an example longer than the capacity.
+    """
+    if epoch < 0:
+        raise OptionError(f"epoch {epoch} can't be: choose 0 or more")
+    text = f"padfree order 1: seed {options.seed}, epoch {epoch}"
+    digest = hashlib.sha256(text.encode()).digest()
+    plan: Plan | None = None
+    if options.replan:
+        capacity = options.capacity or shards.capacity
+        plan = plan_bins(shards.seq_lengths, capacity=capacity, seed=int.from_bytes(digest[:8], "little"))
+    count = len(shards) if plan is None else len(plan)
+    if not options.shuffle:
+        return np.arange(count), plan
+    random = np.random.PCG64(int.from_bytes(digest[8:24], "little")).random_raw(count)
+    return np.argsort(random, kind="stable"), plan
+
+
+class PackedSampler(Sampler[list[Key]]):
+    """Which buffers this rank gets, batch by batch: a `batch_sampler` for torch's `DataLoader`.
+
+    Step s of W ranks takes the next W × batch_size buffers of the epoch, dealt out in turn. Where they run
+    out, ranks get None: all take the same number of steps, and no buffer is left out or seen twice.
+
+    Args:
+        shards: What to order.
+        options: The order.
+        batch_size: Buffers in a batch.
+        rank: Of this process, 0 … world_size - 1.
+        world_size: Processes that share the buffers.
+        epoch: The epoch's number, from 0.
+        start: Buffers of this epoch, over all ranks, that were handed out before.
+
+    Raises:
+        OptionError: a number that can't be.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        *,
+        options: OrderOptions,
+        batch_size: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        epoch: int = 0,
+        start: int = 0,
+    ) -> None:
+        if batch_size < 1:
+            raise OptionError(f"batch_size {batch_size} can't be: choose 1 or more")
+        if not 0 <= rank < world_size:
+            raise OptionError(f"rank {rank} of {world_size} can't be: choose 0 to world_size - 1")
+        self._order, self._plan = epoch_order(shards, epoch=epoch, options=options)
+        if not 0 <= start <= self.buffers:
+            raise OptionError(f"start {start} can't be: epoch {epoch} has {self.buffers} buffers")
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._start = start
+
+    @property
+    def buffers(self) -> int:
+        """Buffers of the whole epoch, over all ranks."""
+        return self._order.size
+
+    def __len__(self) -> int:
+        """Batches of this rank from `start` on; the same on every rank."""
+        return math.ceil((self.buffers - self._start) / (self._batch_size * self._world_size))
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        step = self._batch_size * self._world_size
+        for first in range(self._start, self.buffers, step):
+            numbers = self._order[first + self._rank : first + step : self._world_size].tolist()
+            keys: list[Key] = [number if self._plan is None else self._plan.bin(number) for number in numbers]
+            yield keys + [None] * (self._batch_size - len(keys))
+
+
+class PackedDataLoader:
+    """Batches of this rank, epoch after epoch, with a state to go on from.
+
+    Each new iterator begins the loader's epoch anew; only the first after `load_state_dict` goes on where
+    the state was taken. When an epoch ends, the loader moves on to the next. One iterator at a time.
+
+    Args:
+        source: A shard directory, or an open shard set.
+        batch_size: Buffers in a batch.
+        rank: Of this process, 0 … world_size - 1.
+        world_size: Processes that share the buffers.
+        seed: With the epoch's number it decides the order.
+        shuffle: Permute the buffers anew in each epoch.
+        replan: Plan new bins from the examples' lengths in each epoch, without tokenizing again.
+        capacity: Most tokens in a new bin, only with `replan`; None takes the shard set's.
+        fixed_shape: Fill every buffer to the capacity.
+        num_workers: Processes that read; 0 reads in this one. Handing tensors between processes costs far
+            more than reading them from a mapped file does.
+        prefetch: Batches that a thread makes ready ahead; 0 for none.
+        pin_memory: Put tensors in page-locked memory, for copies to a GPU that don't wait.
+
+    Raises:
+        ShardError: missing, damaged, or without a buffer.
+        OptionError: a number that can't be, or pinned memory without a GPU.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | ShardSet,
+        *,
+        batch_size: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        replan: bool = False,
+        capacity: int | None = None,
+        fixed_shape: bool = True,
+        num_workers: int = 0,
+        prefetch: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        if pin_memory and not torch.cuda.is_available():
+            raise OptionError("pin_memory needs a GPU: leave it off")
+        for name, value in (("num_workers", num_workers), ("prefetch", prefetch)):
+            if value < 0:
+                raise OptionError(f"{name} {value} can't be: choose 0 or more")
+        self.options = OrderOptions(seed=seed, shuffle=shuffle, replan=replan, capacity=capacity)
+        self.dataset = PackedDataset(source, capacity=capacity, fixed_shape=fixed_shape)
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._num_workers = num_workers
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+        self._resumed = False
+        self._epoch, self._buffers = 0, 0
+        self._sampler = self._sampler_here()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self._epoch
+
+    def __len__(self) -> int:
+        """Batches in the epoch from where the next iterator begins; the same on every rank."""
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the beginning of an epoch; a position that was just loaded in that epoch is kept."""
+        if not (self._resumed and epoch == self._epoch):
+            self._resumed = False
+            self._go_to(epoch=epoch, buffers=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader is: the same on every rank at the same step. Batches made ahead don't count."""
+        return {
+            "epoch": self._epoch,
+            "buffers": self._buffers,
+            "options": asdict(self.options),
+            "fingerprint": self.dataset.shards.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state, at any number of ranks and any batch size.
+
+        Raises:
+            ResumeError: the state is of other data or of another order, or is no state.
+        """
+        if set(state) != set(self.state_dict()):
+            raise ResumeError(f"no state of a PackedDataLoader: it has {sorted(state)}")
+        if state["fingerprint"] != (found := self.dataset.shards.fingerprint):
+            raise ResumeError(
+                f"the state is of other data: fingerprint {state['fingerprint'][:12]}…, but "
+                f"{self.dataset.shards.path} has {found[:12]}…; use the shards that it was saved with"
+            )
+        theirs, mine = state["options"], asdict(self.options)
+        for name in theirs | mine:
+            if theirs.get(name) != mine.get(name):
+                raise ResumeError(
+                    f"the state is of another order: it has {name} {theirs.get(name)}, this loader "
+                    f"{mine.get(name)}; use the same options"
+                )
+        self._go_to(epoch=state["epoch"], buffers=state["buffers"])
+        self._resumed = True
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._resumed:
+            self._go_to(epoch=self._epoch, buffers=0)
+        self._resumed = False
+        return self._batches()
+
+    def _go_to(self, *, epoch: int, buffers: int) -> None:
+        if (epoch, buffers) != (self._epoch, self._buffers):
+            self._epoch, self._buffers = epoch, buffers
+            self._sampler = self._sampler_here()
+
+    def _sampler_here(self) -> PackedSampler:
+        return PackedSampler(
+            self.dataset.shards,
+            options=self.options,
+            batch_size=self._batch_size,
+            rank=self._rank,
+            world_size=self._world_size,
+            epoch=self._epoch,
+            start=self._buffers,
+        )
+
+    def _batches(self) -> Iterator[Batch]:
+        sampler = self._sampler
+        with closing(self._made()) as made, closing(_ahead(made, count=self._prefetch)) as batches:
+            for batch in batches:
+                taken = self._buffers + self._batch_size * self._world_size
+                self._buffers = min(taken, sampler.buffers)
+                yield batch
+        self._go_to(epoch=self._epoch + 1, buffers=0)
+
+    def _made(self) -> Generator[Batch]:
+        if self._num_workers:
+            loader: Any = DataLoader(
+                self.dataset,
+                batch_sampler=self._sampler,
+                collate_fn=collate,
+                num_workers=self._num_workers,
+            )
+        else:
+            loader = (collate([self.dataset[key] for key in keys]) for keys in self._sampler)
+        for batch in loader:
+            yield _pinned(batch) if self._pin_memory else batch
+
+
+def _pinned(batch: Batch) -> Batch:
+    return {
+        key: value.pin_memory() if isinstance(value, torch.Tensor) else value for key, value in batch.items()
+    }
+
+
+def _ahead(batches: Iterator[Batch], *, count: int) -> Generator[Batch]:
+    """The same batches, with up to `count` of them made ahead by a thread; with 0, by the caller."""
+    if not count:
+        yield from batches
+        return
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="padfree-prefetch")
+    try:
+        pending = deque(pool.submit(next, batches, None) for _ in range(count))
+        while (batch := pending.popleft().result()) is not None:
+            pending.append(pool.submit(next, batches, None))
+            yield batch
+    finally:
+        pool.shutdown(cancel_futures=True)
