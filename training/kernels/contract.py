@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from packing import boundaries
 from packing.errors import PadfreeError
 
 Batch = dict[str, Any]
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class KernelError(PadfreeError):
@@ -54,6 +55,21 @@ def make_batch(
     if labels is not None:
         batch["labels"] = labels.reshape(1, -1).to(device)
     return batch
+
+
+def with_chunk_indices(batch: Mapping[str, Any]) -> Batch:
+    """The batch with `chunk_indices`, int32[NT, 2], which saves flash-linear-attention a device sync a batch.
+
+    Call it where the batch is still on the host, before it moves to the device.
+    """
+    lengths = segment_lengths(cu_seqlens=batch["cu_seq_lens_q"])
+    return {**batch, "chunk_indices": torch.from_numpy(boundaries.chunk_indices(lengths))}
+
+
+def outside_compile(function: _F) -> _F:
+    """For functions that walk the segments: lengths differ from batch to batch, so nothing compiles once."""
+    outside: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return outside
 
 
 def segment_lengths(*, cu_seqlens: torch.Tensor | None, seq_idx: torch.Tensor | None = None) -> list[int]:
@@ -125,3 +141,26 @@ def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return "nothing" if value is None else type(value).__name__
+
+
+def disagreement(form: str, received: Any, seq_lengths: Sequence[int]) -> str | None:
+    """How boundaries that a function received differ from the batch's; None where they agree.
+
+    Args:
+        form: "lengths", "cu_seqlens", "seq_idx" or "position_ids".
+        received: A list of lengths, or a tensor in that form; positions may have leading dimensions.
+        seq_lengths: The batch's.
+    """
+    if form == "lengths":
+        expected, array = np.asarray(seq_lengths), np.asarray(received)
+    else:
+        expected, array = getattr(boundaries, form)(seq_lengths), _numpy(received)
+    rows = array.reshape(-1, array.shape[-1])
+    if all(np.array_equal(row, expected) for row in rows):
+        return None
+    return f"{form} {_short(rows[0])} where the batch has {_short(expected)}"
+
+
+def _short(array: np.ndarray[Any, Any]) -> str:
+    items = [str(item) for item in array[:6].tolist()]
+    return f"[{', '.join(items)}{', …' if array.size > 6 else ''}]"

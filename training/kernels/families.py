@@ -1,0 +1,206 @@
+"""The model families that are proven isolated, each with a tiny configuration that the proof runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+from training.kernels import convolution, recurrence
+
+# Layer class -> its modelling file's globals that mix tokens -> what they compute. `UNFUSED` is the Mamba-2
+# short cut from projection to output in one kernel: returning None from it makes the layer go the long way.
+UNFUSED = "short cut"
+_CONVOLUTION = {"causal_conv1d_fn": convolution.WHAT}
+_DELTA_NET = {**_CONVOLUTION, "torch_chunk_gated_delta_rule": recurrence.DELTA_RULE}
+_MAMBA_2 = {
+    **_CONVOLUTION,
+    "mamba2_chunk_scan": recurrence.STATE_SPACE,
+    "mamba2_split_conv1d_scan_combined": UNFUSED,
+}
+MIXERS: Mapping[str, Mapping[str, str]] = {
+    "Qwen3_5GatedDeltaNet": _DELTA_NET,
+    "Qwen3_5MoeGatedDeltaNet": _DELTA_NET,
+    "Qwen3NextGatedDeltaNet": _DELTA_NET,
+    "OlmoHybridGatedDeltaNet": _DELTA_NET,
+    "KimiLinearDeltaAttention": {**_CONVOLUTION, "chunk_kimi_delta_attention": recurrence.KIMI_DELTA},
+    "BambaMixer": _MAMBA_2,
+    "FalconH1Mixer": _MAMBA_2,
+    "GraniteMoeHybridMambaLayer": _MAMBA_2,
+    "NemotronHMamba2Mixer": _MAMBA_2,
+    "Lfm2ShortConv": _CONVOLUTION,
+    "Lfm2MoeShortConv": _CONVOLUTION,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model family.
+
+    Attributes:
+        name: As people say it.
+        architecture: The class in transformers.
+        model_type: Of its configuration.
+        mixes: How its layers mix tokens, for the table.
+        tiny: Arguments of a configuration small enough for a CPU.
+        experts: Whether it routes tokens to experts.
+    """
+
+    name: str
+    architecture: str
+    model_type: str
+    mixes: str
+    tiny: Mapping[str, Any] = field(repr=False)
+    experts: bool = False
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 65536, "initializer_range": 0.2,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_TWO = {**_SIZES, "num_hidden_layers": 2}
+_HYBRID = {
+    **_SIZES, "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 16, "head_dim": 8}
+_MAMBA = {
+    **_TWO, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16,
+}  # fmt: skip
+_WINDOW = {**_TWO, "head_dim": 8, "sliding_window": 16}
+_ALTERNATING = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_KIMI = {
+    **_HYBRID, "num_key_value_heads": 4, "moe_intermediate_size": 16, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 8, "num_experts_per_tok": 2,
+    "num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4,
+}  # fmt: skip
+_NEMOTRON = {
+    **_SIZES, "layers_block_type": ["mamba", "moe", "attention", "mlp"], "head_dim": 8, "ssm_state_size": 8,
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 16, "n_routed_experts": 4,
+    "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+}  # fmt: skip
+_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+
+
+def _family(
+    name: str,
+    architecture: str,
+    model_type: str,
+    mixes: str,
+    tiny: Mapping[str, Any],
+    *,
+    experts: bool = False,
+) -> Family:
+    return Family(
+        name=name, architecture=architecture, model_type=model_type, mixes=mixes, tiny=tiny, experts=experts
+    )
+
+
+_GDN = "gated delta net, attention"
+_SSD = "Mamba-2, attention"
+_SWA = "attention with sliding window"
+FAMILIES = (
+    _family("Qwen3.5", "Qwen3_5ForCausalLM", "qwen3_5_text", _GDN, {**_HYBRID, "head_dim": 8}),
+    _family(
+        "Qwen3.5, multimodal class with text",
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5",
+        _GDN,
+        {"text_config": {**_HYBRID, "head_dim": 8}, "vision_config": _VISION},
+    ),
+    _family(
+        "Qwen3.5-MoE", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _GDN, {**_HYBRID, **_SHARED}, experts=True
+    ),
+    _family(
+        "Qwen3.5-MoE, multimodal class with text",
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe",
+        _GDN,
+        {"text_config": {**_HYBRID, **_SHARED}, "vision_config": _VISION},
+        experts=True,
+    ),
+    _family("Qwen3-Next", "Qwen3NextForCausalLM", "qwen3_next", _GDN, {**_HYBRID, **_SHARED}, experts=True),
+    _family("OLMo-hybrid", "OlmoHybridForCausalLM", "olmo_hybrid", _GDN, _HYBRID),
+    _family(
+        "Kimi-linear",
+        "KimiLinearForCausalLM",
+        "kimi_linear",
+        "Kimi delta attention, latent attention",
+        _KIMI,
+        experts=True,
+    ),
+    _family("Bamba", "BambaForCausalLM", "bamba", _SSD, {**_MAMBA, "attn_layer_indices": [1]}),
+    _family("Falcon-H1", "FalconH1ForCausalLM", "falcon_h1", _SSD, {**_MAMBA, "mamba_d_ssm": 64}),
+    _family(
+        "Granite-MoE-hybrid",
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        _SSD,
+        {
+            **_MAMBA,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 16,
+        },
+        experts=True,
+    ),
+    _family("Nemotron-H", "NemotronHForCausalLM", "nemotron_h", _SSD, _NEMOTRON, experts=True),
+    _family(
+        "LFM2",
+        "Lfm2ForCausalLM",
+        "lfm2",
+        "short convolution, attention",
+        {**_TWO, "layer_types": ["conv", "full_attention"]},
+    ),
+    _family(
+        "LFM2-MoE",
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        "short convolution, attention",
+        {**_TWO, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+        experts=True,
+    ),
+    _family("Llama", "LlamaForCausalLM", "llama", "attention", _TWO),
+    _family("Qwen2", "Qwen2ForCausalLM", "qwen2", "attention", _TWO),
+    _family("Qwen3", "Qwen3ForCausalLM", "qwen3", "attention", {**_TWO, "head_dim": 8}),
+    _family(
+        "Qwen3-MoE",
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        "attention",
+        {**_TWO, **_EXPERTS, "head_dim": 8},
+        experts=True,
+    ),
+    _family("Gemma 3", "Gemma3ForCausalLM", "gemma3_text", _SWA, _ALTERNATING),
+    _family("Mistral", "MistralForCausalLM", "mistral", _SWA, _WINDOW),
+    _family(
+        "gpt-oss",
+        "GptOssForCausalLM",
+        "gpt_oss",
+        "attention with sliding window and sinks",
+        {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
+        experts=True,
+    ),
+    _family("Phi", "PhiForCausalLM", "phi", "attention", _TWO),
+    _family("Phi-3", "Phi3ForCausalLM", "phi3", "attention", _TWO),
+)
+ARCHITECTURES = frozenset(family.architecture for family in FAMILIES)
+
+
+def build(config: Any, architecture: str, *, seed: int = 0) -> Any:
+    """A model with random weights, the same for the same seed, in evaluation mode."""
+    torch.manual_seed(seed)
+    return getattr(transformers, architecture)(config).eval()
+
+
+def tiny(family: Family, *, seed: int = 0) -> Any:
+    """The family's tiny model with random weights, in evaluation mode."""
+    config = transformers.AutoConfig.for_model(family.model_type, **family.tiny)
+    return build(config, family.architecture, seed=seed)
