@@ -1,0 +1,17 @@
+"""Messages to examples through the tokenizer's own chat template: what is trained is what should be.
+
+messages -> normalised (`messages`) -> rendered, with a place for each (`template`) -> trained spans, found
+and checked by what probes showed of the template (`calibrate`, `spans`) -> ids and labels (`encode`).
+"""
+
+from packing.chat.encode import ENCODING_VERSION, ChatEncoder, ChatOptions, encode_chat
+from packing.chat.tokenizer import load_tokenizer, tokenizer_digest
+
+__all__ = [
+    "ENCODING_VERSION",
+    "ChatEncoder",
+    "ChatOptions",
+    "encode_chat",
+    "load_tokenizer",
+    "tokenizer_digest",
+]

@@ -1,0 +1,490 @@
+r"""What one template does with an assistant's turn, learnt once from probe conversations.
+
+Each probe's words occur nowhere else, so what stands around them in the render is the template's own:
+
+    <|im_start|>assistant\n <think>\n\n</think>\n\n Quokka7 <|im_end|> \n
+    start ----------------- lead -----------------          end ------
+
+The start is what the generation prompt prints as well: a model is given it, and never says it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from packing.chat.messages import Dialect, normalise_messages
+from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
+from packing.errors import RowRejected, TemplateError
+
+TAG = re.compile(r"<[^<>\s]{1,80}>|\[/?[A-Z][A-Z_]+\]")
+THINK = re.compile(r"<[^<>\s]*think[^<>\s]*>|\[/?THINK\]", re.IGNORECASE)
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "axolotl_lookup",
+        "description": "Pangolin description",
+        "parameters": {
+            "type": "object",
+            "properties": {"wombat": {"type": "string", "description": "Narwhal description"}},
+            "required": ["wombat"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What holds for every turn of a template.
+
+    Attributes:
+        dialect: How the template wants its messages.
+        marked: It has `{% generation %}`, whose spans are used.
+        starts: (role before the turn, or "" at the beginning; whether the turn calls tools) -> the text
+            that the turn begins with and that is not trained. A missing key: no such turn can be placed.
+        why_not: The same keys -> why not, where a probe showed it.
+        ends: Role of the message behind the turn, or "" behind the last -> the markers that may end it.
+            A missing key: no such turn has an end.
+        overhang: The marker stands behind the turn's own text: the next message prints it.
+        leads: What may stand between the start and the answer where no reasoning does.
+        think: What may stand before and behind reasoning.
+        headers: (reasoning shown, an answer, calls, how often the header stands in the turn), as seen.
+        markers: Texts that a conversation must not spell, since they make turns.
+        renders: What the template prints: "tools", "tool_calls", "parallel_calls", "tool_replies", "system",
+            "reasoning" (of the last turn), "earlier_reasoning".
+    """
+
+    dialect: Dialect
+    marked: bool
+    starts: Mapping[tuple[str, bool], str]
+    why_not: Mapping[tuple[str, bool], str]
+    ends: Mapping[str, tuple[str, ...]]
+    overhang: bool
+    leads: frozenset[str]
+    think: frozenset[tuple[str, str]]
+    headers: frozenset[tuple[bool, bool, bool, int]]
+    markers: frozenset[str]
+    renders: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Observation:
+    """One probed turn in its render."""
+
+    previous: str
+    next: str
+    answer: str
+    reasoning: str
+    calls: int
+    region: str
+    following: str
+    prompt: str | None
+    foreign: bool
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        return (self.previous, self.calls > 0)
+
+
+class _Words:
+    """Words that no template contains; the two sets begin with different letters, so that what two probes
+    share is the template's own text.
+    """
+
+    def __init__(self, stem: str) -> None:
+        self.stem = stem
+        self.count = 0
+        self.given: list[str] = []
+
+    def __call__(self) -> str:
+        self.count += 1
+        self.given.append(f"{self.stem}{self.count}{self.stem[::-1]}")
+        return self.given[-1]
+
+
+# Each letter is a message; A is the probed turn: s(ystem), u(ser), a(ssistant), c(all), t(ool reply).
+_PLAIN = (
+    "uA",
+    "uAu",
+    "uAua",
+    "suA",
+    "suAua",
+    "uauA",
+    "uauAua",
+    "sA",
+    "sAua",
+    "A",
+    "Aua",
+    "uaA",
+    "uAa",
+    "uctA",
+    "uctAua",
+)
+_PLAIN_MORE = ("ucttA", "uctctA", "uauctA", "usA", "uasuA")
+_CALLS = ("uA", "uAta", "uAtaua", "uauAta", "uctAta", "uctA", "uAtta")
+
+
+def calibrate(template: ChatTemplate, *, bos: str | None) -> Calibration:
+    """Learns a template's turns. About a hundred renders, some 20 ms.
+
+    Raises:
+        TemplateError: training on this template would be wrong; says why and what to do.
+    """
+    dialect, renders = _find_dialect(template)
+    observations = list(_observe_all(template, dialect, renders))
+    plain = [seen for seen in observations if not seen.calls and seen.previous == "user"]
+    if not {"", "user"} <= {seen.next for seen in plain}:
+        raise TemplateError(
+            f"the chat template of {template.name} does not print an assistant's answer to a user as text, "
+            "each turn at its own place: give a template that does with --chat-template"
+        )
+    if stray := next((seen for seen in plain if seen.foreign), None):
+        raise TemplateError(
+            f"the chat template of {template.name} prints another message's text within the assistant's turn "
+            f"({_short(stray.region)}): mark what is trained with {{% generation %}} in an own template"
+        )
+    observations = [seen for seen in observations if not seen.foreign]
+    starts, why_not = _find_starts(observations, bos)
+    if not template.has_generation and ("user", False) not in starts:
+        raise TemplateError(
+            f"the chat template of {template.name}: {why_not['user', False]}. Mark what is trained with "
+            "{% generation %} in a template of your own, and give it with --chat-template"
+        )
+    ends, overhang = _find_ends(observations, template, bos)
+    placed = [(seen, starts[seen.key]) for seen in observations if seen.key in starts]
+    leads, think, headers = _find_leads(placed)
+    return Calibration(
+        dialect=dialect,
+        marked=template.has_generation,
+        starts=starts,
+        why_not=why_not,
+        ends=ends,
+        overhang=overhang,
+        leads=leads,
+        think=think,
+        headers=headers,
+        markers=_find_markers(template, dialect, starts, ends),
+        renders=renders,
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:38]} … {text[-38:]}")
+
+
+def _build(
+    shape: str, words: _Words, *, reasoning: bool = False, calls: int = 0, text: bool = True
+) -> list[dict[str, Any]]:
+    """The messages of a shape; the properties are those of its probed turn."""
+    messages: list[dict[str, Any]] = []
+    for letter in shape:
+        role = {"s": "system", "u": "user", "t": "tool"}.get(letter, "assistant")
+        message: dict[str, Any] = {"role": role, "content": words()}
+        if letter == "c":
+            message |= {"content": "", "tool_calls": [_a_call(words)]}
+        if letter == "A":
+            if reasoning:
+                message["reasoning_content"] = words()
+            if calls:
+                message["tool_calls"] = [_a_call(words) for _ in range(calls)]
+            if not text:
+                message["content"] = ""
+        messages.append(message)
+    return messages
+
+
+def _a_call(words: _Words) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": words(), "arguments": {"wombat": words()}}}
+
+
+def _try(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], dialect: Dialect, **more: Any
+) -> tuple[Render, list[dict[str, Any]]] | None:
+    """The render of a probe, None where the template refuses it."""
+    try:
+        normalised, _ = normalise_messages(messages, dialect=dialect)
+        return template.render(normalised, **more), normalised
+    except (RowRejected, *RENDER_ERRORS):
+        return None
+
+
+def region_of(render: Render, message: int) -> tuple[int, int] | None:
+    """From the first to the last text printed for a message, None if there is none but white space."""
+    pieces = [p for p in render.pieces if p.message == message and render.text[p.start : p.end].strip()]
+    return (pieces[0].start, pieces[-1].end) if pieces else None
+
+
+def _find_dialect(template: ChatTemplate) -> tuple[Dialect, frozenset[str]]:
+    """How the template takes reasoning, calls and tools, and what of them it prints."""
+    words = _Words("Quokka")
+    dialect = Dialect(thinking="thinking" in template.reads)
+    renders = set()
+
+    def shows(messages: Sequence[Mapping[str, Any]], *wanted: str, **more: Any) -> str | None:
+        seen = _try(template, messages, dialect, **more)
+        return seen[0].text if seen and all(word in seen[0].text for word in wanted) else None
+
+    for name, shape in (("reasoning", "uA"), ("earlier_reasoning", "uAua")):
+        messages = _build(shape, words, reasoning=True)
+        if shows(messages, messages[1]["reasoning_content"]):
+            renders.add(name)
+    dialect = replace(
+        dialect, reasoning=bool(renders), think_tags=not renders and _cuts_think(template, words)
+    )
+    messages = _build("suA", words)
+    if shows(messages, *(m["content"] for m in messages)):
+        renders.add("system")
+    if (found := _find_call_dialect(template, dialect, words)) is not None:
+        dialect = found
+        renders.add("tool_calls")
+        messages = _build("uA", words, calls=2, text=False)
+        values = [call["function"]["arguments"]["wombat"] for call in messages[1]["tool_calls"]]
+        if shows(messages, *values):
+            renders.add("parallel_calls")
+        messages = _build("ucta", words)
+        if shows(messages, messages[2]["content"]):
+            renders.add("tool_replies")
+    function: Any = TOOL["function"]
+    if shows(_build("uA", words), function["name"], function["description"], "wombat", tools=[TOOL]):
+        renders.add("tools")
+    return dialect, frozenset(renders)
+
+
+def _cuts_think(template: ChatTemplate, words: _Words) -> bool:
+    """Whether a think block in the content is lost, in the last turn or an earlier one."""
+    for shape in ("uA", "uAua"):
+        messages = _build(shape, words)
+        messages[1]["content"] = f"<think>\n{words()}\n</think>\n\n{words()}"
+        seen = _try(template, messages, Dialect(reasoning=False))
+        if seen and words.given[-2] not in seen[0].text:
+            return True
+    return False
+
+
+def _find_call_dialect(template: ChatTemplate, dialect: Dialect, words: _Words) -> Dialect | None:
+    forms: tuple[Literal["object", "text"], ...] = ("object", "text")
+    for call_ids, arguments in itertools.product((False, True), forms):
+        candidate = replace(dialect, arguments=arguments, call_ids=call_ids)
+        messages = _build("uAta", words, calls=1, text=False)
+        called = messages[1]["tool_calls"][0]["function"]
+        if (seen := _try(template, messages, candidate)) is None:
+            continue
+        region = region_of(seen[0], 1)
+        text = seen[0].text[slice(*region)] if region else ""
+        # A quote behind a backslash: JSON text that was written as JSON once more.
+        if (
+            all(word in text for word in (called["name"], "wombat", called["arguments"]["wombat"]))
+            and '\\"' not in text
+        ):
+            return candidate
+    return None
+
+
+def _observe_all(template: ChatTemplate, dialect: Dialect, renders: frozenset[str]) -> Iterator[_Observation]:
+    kinds: list[tuple[Sequence[str], dict[str, Any]]] = [
+        (_PLAIN + (_PLAIN_MORE if "tool_calls" in renders else ()), {}),
+        (_PLAIN, {"reasoning": True}),
+    ]
+    if "tool_calls" in renders:
+        kinds += [
+            (_CALLS, {"calls": calls, "text": text, "reasoning": reasoning})
+            for calls in ((1, 2) if "parallel_calls" in renders else (1,))
+            for text in (False, True)
+            for reasoning in (False, True)
+        ]
+    for (shapes, kind), stem in itertools.product(kinds, ("Quokka", "zebu")):
+        for shape in shapes:
+            words = _Words(stem)
+            seen = _observe(template, dialect, shape, words, kind)
+            if seen is not None:
+                yield seen
+
+
+def _observe(
+    template: ChatTemplate, dialect: Dialect, shape: str, words: _Words, kind: Mapping[str, Any]
+) -> _Observation | None:
+    messages = _build(shape, words, **kind)
+    probed = shape.index("A")
+    if (seen := _try(template, messages, dialect)) is None or (region := region_of(seen[0], probed)) is None:
+        return None
+    render, normalised = seen
+    text = render.text[slice(*region)]
+    message = messages[probed]
+    own = [message["content"], message.get("reasoning_content", "")]
+    for call in message.get("tool_calls", ()):
+        own += [call["function"]["name"], call["function"]["arguments"]["wombat"]]
+    if any(word not in text for word in (own[0], *own[2:])):
+        return None
+    return _Observation(
+        previous=messages[probed - 1]["role"] if probed else "",
+        next=messages[probed + 1]["role"] if probed + 1 < len(messages) else "",
+        answer=own[0],
+        reasoning=own[1] if own[1] in text else "",
+        calls=kind.get("calls", 0),
+        region=text,
+        following=render.text[region[1] :],
+        prompt=_generation_prompt(template, normalised[:probed]),
+        foreign=any(word in text for word in words.given if word not in own),
+    )
+
+
+def _generation_prompt(template: ChatTemplate, history: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the template prints behind the history to make the model speak; None where it can't be told."""
+    if not history:
+        return None
+    try:
+        without = template.render(history)
+        prompted = template.render(history, add_generation_prompt=True).text
+    except RENDER_ERRORS:
+        return None
+    # Not what the text has more than without the prompt: a template may print BOS or EOS in its place.
+    end = max((p.end for p in without.pieces if p.message == len(history) - 1), default=len(without.text))
+    return prompted[end:] if prompted[:end] == without.text[:end] else None
+
+
+def _find_starts(
+    observations: Sequence[_Observation], bos: str | None
+) -> tuple[dict[tuple[str, bool], str], dict[tuple[str, bool], str]]:
+    starts: dict[tuple[str, bool], str] = {}
+    why_not: dict[tuple[str, bool], str] = {}
+    after_user = _whole_tags(
+        _common([seen.prompt for seen in observations if seen.previous == "user" and seen.prompt is not None])
+    )
+    for key in sorted({seen.key for seen in observations}):
+        group = [seen for seen in observations if seen.key == key]
+        shared = _common([seen.region for seen in group])
+        prompts = [seen.prompt for seen in group if seen.prompt is not None]
+        prompt = _whole_tags(_common(prompts)) if prompts else after_user
+        if not prompt.strip() and starts.get((key[0], False)) == "":
+            starts[key] = ""  # plain turns begin without a header here, so all do
+            continue
+        try:
+            starts[key] = _start(shared, prompt, bos)
+        except ValueError as error:
+            why_not[key] = str(error)
+    if not all(THINK.search(start) for start in starts.values() if start.strip()):
+        # The think tag of the generation prompt is not in every turn: then it is never part of the header.
+        starts = {key: THINK.split(start)[0] for key, start in starts.items()}
+    headers = {start.strip() for start in starts.values()} - {""}
+    for seen in observations:
+        body = seen.region.removeprefix(starts.get(seen.key, "")).lstrip()
+        if seen.key in starts and body.startswith(tuple(headers)):
+            del starts[seen.key]
+            why_not[seen.key] = f"such turns begin in more than one way, one of them {_short(body[:40])}"
+    return starts, why_not
+
+
+def _start(shared: str, prompt: str, bos: str | None) -> str:
+    """The header: what the turn's constant beginning shares with the generation prompt.
+
+    Raises:
+        ValueError: says why it can't be told.
+    """
+    if prompt.strip() and prompt in shared:
+        # What stands before it, such as a default system text or BOS, is not the assistant's either.
+        return shared[: shared.index(prompt) + len(prompt)]
+    skipped = bos if bos and shared.startswith(bos) else ""
+    beginning = shared.removeprefix(skipped)
+    start = _whole_tags(_common([beginning, prompt]))
+    if think := THINK.search(start):
+        start = start[: think.start()]
+    if start.strip():
+        return skipped + start
+    if not _whole_tags(beginning).strip():
+        if not prompt.strip():
+            return skipped
+        raise ValueError(f"its generation prompt {_short(prompt)} is not how its turns begin")
+    if not prompt.strip():
+        raise ValueError(
+            f"it has no generation prompt, so whether {_short(beginning)} is said or given is unknown"
+        )
+    raise ValueError(f"its turns begin with {_short(beginning)}, its generation prompt is {_short(prompt)}")
+
+
+def _whole_tags(text: str) -> str:
+    """The text without a tag that is cut off at its end."""
+    opened = max(text.rfind("<"), text.rfind("["))
+    return text[:opened] if opened > max(text.rfind(">"), text.rfind("]")) else text
+
+
+def _common(texts: Sequence[str]) -> str:
+    """The longest beginning that all share: that of the first and the last in order."""
+    low, high = (min(texts), max(texts)) if texts else ("", "")
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
+    return "".join(letter for letter, _ in same)
+
+
+def _find_ends(
+    observations: Sequence[_Observation], template: ChatTemplate, bos: str | None
+) -> tuple[dict[str, tuple[str, ...]], bool]:
+    """The markers that end a turn, by what follows it; and whether the next message prints them."""
+    ends: dict[str, set[str]] = {}
+    plain = [seen for seen in observations if not seen.calls]
+    for seen in plain:
+        tail = seen.region[seen.region.rindex(seen.answer) + len(seen.answer) :].rstrip()
+        if bos and tail.endswith(bos) and tail != bos:
+            tail = tail.removesuffix(bos).rstrip()
+        ends.setdefault(seen.next, set()).add(tail)
+    if all(found == {""} for found in ends.values()):
+        shared = _whole_tags(_common([seen.following for seen in plain])).rstrip()
+        if shared.strip():
+            return dict.fromkeys(ends, (shared,)), True
+    for following, which in (("user", "a turn that the user answers"), ("", "the last turn")):
+        if "" in ends[following]:
+            raise TemplateError(
+                f"the chat template of {template.name} prints no token that ends {which}: a model trained so "
+                "would not learn to stop. Give a template that prints one with --chat-template"
+            )
+    for seen in observations:
+        found = ends.setdefault(seen.next, set())
+        tail = seen.region.rstrip()
+        if seen.calls and not any(end and tail.endswith(end) for end in found):
+            tags = list(TAG.finditer(tail))
+            found.add(tags[-1].group() if tags and tags[-1].end() == len(tail) else "")
+    return {
+        following: tuple(sorted(found, key=len, reverse=True))
+        for following, found in ends.items()
+        if found and "" not in found
+    }, False
+
+
+def _find_leads(
+    placed: Sequence[tuple[_Observation, str]],
+) -> tuple[frozenset[str], frozenset[tuple[str, str]], frozenset[tuple[bool, bool, bool, int]]]:
+    leads, think, headers = set(), set(), set()
+    for seen, start in placed:
+        if header := start.strip():
+            headers.add((bool(seen.reasoning), bool(seen.answer), seen.calls > 0, seen.region.count(header)))
+        if seen.calls:
+            continue
+        lead = seen.region[len(start) : seen.region.rindex(seen.answer)]
+        if seen.reasoning:
+            before, _, behind = lead.partition(seen.reasoning)
+            think.add((before.strip(), behind.strip()))
+        else:
+            leads.add(lead.strip())
+    return frozenset(leads), frozenset(think), frozenset(headers)
+
+
+def _find_markers(
+    template: ChatTemplate,
+    dialect: Dialect,
+    starts: Mapping[tuple[str, bool], str],
+    ends: Mapping[str, tuple[str, ...]],
+) -> frozenset[str]:
+    """The tags around messages; a header or end without any tag is a marker itself."""
+    texts = [start.strip() for start in starts.values()] + [
+        end.strip() for found in ends.values() for end in found
+    ]
+    markers = {text for text in texts if text and not TAG.search(text)}
+    for shape in ("uaua", "suaua"):
+        if seen := _try(template, _build(shape, _Words("Quokka")), dialect):
+            for piece in seen[0].pieces:
+                if piece.message >= 0:
+                    texts.append(seen[0].text[piece.start : piece.end])
+    markers |= {tag for text in texts for tag in TAG.findall(text) if not THINK.fullmatch(tag)}
+    return frozenset(markers)

@@ -1,0 +1,446 @@
+r"""Conversations to examples: one render, one tokenization, and a mask from the characters' places.
+
+text   <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n
+span                                                          ^^^^^^^^^^^^
+ids    151644 872 198 ...      151644 77091 198              19841 151645  198
+labels   -100 ...                                            19841 151645 -100
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from packing.chat.calibrate import Calibration, calibrate
+from packing.chat.messages import normalise_messages, normalise_tools, take_weights, to_json
+from packing.chat.spans import Span, find_spans
+from packing.chat.template import RENDER_ERRORS, ChatTemplate
+from packing.chat.tokenizer import any_of, plain_backend, special_texts, tokenizer_digest
+from packing.errors import OptionError, Reason, RowRejected, TemplateError
+from packing.example import Conversation, Example, make_example
+
+ENCODING_VERSION = 1
+"""Raised when the same conversation would give other tokens or another mask than before."""
+
+TrainOn = Literal["assistant", "last", "all", "completion"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What is trained, and with which template.
+
+    Attributes:
+        train_on: "assistant" trains all assistant turns, "last" the last of them, "completion" those
+            behind the last user message, "all" every token.
+        turns: "whole" gives one example a conversation; "expand" one an assistant turn, with the history
+            as the template renders it at that turn, training that turn alone.
+        chat_template: A template's text in place of the tokenizer's own.
+        template_args: Variables for the template, such as `{"enable_thinking": False}`.
+        template_date: The date YYYY-MM-DD that a template that prints today's date is given.
+        control_tokens: What happens to a conversation whose text spells a control token.
+    """
+
+    train_on: TrainOn = "assistant"
+    turns: Literal["whole", "expand"] = "whole"
+    chat_template: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    template_date: str | None = None
+    control_tokens: Literal["reject", "allow"] = "reject"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("train_on", ("assistant", "last", "all", "completion")),
+            ("turns", ("whole", "expand")),
+            ("control_tokens", ("reject", "allow")),
+        ):
+            if getattr(self, name) not in known:
+                raise OptionError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+        if self.turns == "expand" and self.train_on == "all":
+            raise OptionError("turns expand trains one turn an example: choose another --train-on than all")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """An example before it is tokenized: `spans` are the trained characters, `plain` is no chat."""
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+    plain: bool = False
+    turn: int = -1
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+class ChatEncoder:
+    """Makes examples of conversations with one tokenizer and one set of options.
+
+    Pickling sends the tokenizer and the options; the template is learnt again on the other side, some
+    40 ms. Not safe to share between threads.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers.
+
+    Raises:
+        TemplateError: training on the tokenizer's chat template would be wrong. A tokenizer without a
+            template is refused at the first conversation with messages only.
+        OptionError: a template argument or date that can't be.
+    """
+
+    def __init__(self, tokenizer: Any, *, options: ChatOptions | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.options = options or ChatOptions()
+        self._backend = plain_backend(tokenizer)
+        self._special = set(special_texts(tokenizer))
+        self._is_special = np.zeros(len(tokenizer), np.bool_)
+        self._is_special[[n for n, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
+        self._special_pattern = any_of(self._special)
+        self._chats: dict[str, tuple[ChatTemplate, Calibration]] = {}
+        self._with_tools = self._without_tools = ""
+        if self.options.chat_template is not None or tokenizer.chat_template is not None:
+            self._without_tools = self._learn(tools=None)
+            self._with_tools = self._learn(tools=[{}])
+        markers = {marker for _, calibration in self._chats.values() for marker in calibration.markers}
+        self._control = any_of(self._special | markers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (self.tokenizer, self.options))
+
+    def _learn(self, *, tools: Sequence[Any] | None) -> str:
+        name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
+        try:
+            source: str = self.tokenizer.get_chat_template(self.options.chat_template, tools)
+        except ValueError as error:
+            raise TemplateError(f"the tokenizer {name}: {error}") from error
+        if source not in self._chats:
+            template = ChatTemplate(
+                source,
+                name=name,
+                special_tokens=self.tokenizer.special_tokens_map,
+                arguments=self.options.template_args,
+                date=self.options.template_date,
+            )
+            if template.prints_date and self.options.template_date is None:
+                raise TemplateError(
+                    f"the chat template of {name} prints today's date, so another day gives other tokens: "
+                    "pin it with --template-date YYYY-MM-DD"
+                )
+            self._chats[source] = (template, calibrate(template, bos=self.tokenizer.bos_token))
+        return source
+
+    def encode(self, conversation: Conversation) -> list[Example]:
+        """The examples of one conversation: one, or with turns="expand" one a trained turn.
+
+        Raises:
+            RowRejected: the conversation can't be used, and why.
+            TemplateError: it has messages, and the tokenizer has no chat template.
+        """
+        (result,) = self.encode_many([conversation])
+        if isinstance(result, RowRejected):
+            raise result
+        return result
+
+    def encode_many(self, conversations: Sequence[Conversation]) -> list[list[Example] | RowRejected]:
+        """For each conversation its examples, or why it can't be used; with one call of the tokenizer.
+
+        Raises:
+            TemplateError: a conversation has messages, and the tokenizer has no chat template.
+        """
+        results: list[list[Example] | RowRejected] = []
+        drafts: list[tuple[int, _Draft]] = []
+        for number, conversation in enumerate(conversations):
+            results.append([])
+            try:
+                if conversation.example is not None:
+                    results[-1] = [self._check_ids(conversation.example)]
+                else:
+                    drafts += [(number, draft) for draft in self._draft(conversation)]
+            except RowRejected as rejection:
+                results[-1] = rejection
+        for plain in (False, True):
+            batch = [(number, draft) for number, draft in drafts if draft.plain == plain]
+            encodings = self._backend.encode_batch(
+                [draft.text for _, draft in batch], add_special_tokens=plain
+            )
+            for (number, draft), encoding in zip(batch, encodings, strict=True):
+                result = results[number]
+                if isinstance(result, list):
+                    try:
+                        result.append(
+                            self._finish_text(draft, encoding) if plain else self._finish(draft, encoding)
+                        )
+                    except RowRejected as rejection:
+                        results[number] = rejection
+        return results
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All that decides which tokens a conversation gives; the same in every process."""
+        return {
+            "encoding_version": ENCODING_VERSION,
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "special_tokens": {
+                key: str(value) for key, value in sorted(self.tokenizer.special_tokens_map.items())
+            },
+            "chat_template": sorted(self._chats),
+            "template_args": dict(sorted(self.options.template_args.items())),
+            "template_date": self.options.template_date,
+            "train_on": self.options.train_on,
+            "turns": self.options.turns,
+            "control_tokens": self.options.control_tokens,
+        }
+
+    def _check_ids(self, example: Example) -> Example:
+        size = len(self.tokenizer)
+        low, high = int(example.input_ids.min()), int(example.input_ids.max())
+        if low < 0 or high >= size:
+            raise RowRejected(
+                Reason.BAD_TOKENS, f"id {low if low < 0 else high} is not in the tokenizer's {size} tokens"
+            )
+        return example
+
+    def _draft(self, conversation: Conversation) -> list[_Draft]:
+        if conversation.text is not None:
+            return [self._draft_text(conversation.text, conversation.notes)]
+        if not self._chats:
+            name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
+            raise TemplateError(
+                f"the tokenizer {name} has no chat template: give one with --chat-template FILE"
+            )
+        tools, notes = normalise_tools(conversation.tools)
+        template, calibration = self._chats[self._with_tools if tools else self._without_tools]
+        messages, more = normalise_messages(conversation.messages or (), dialect=calibration.dialect)
+        notes = [*conversation.notes, *notes, *more]
+        self._check_control(messages, tools)
+        chosen = self._choose(messages, conversation.trainable, notes)
+        if self.options.turns == "whole":
+            return [self._draft_chat(messages, tools, chosen, template, calibration, notes)]
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        drafts = []
+        for number in chosen:
+            draft = self._draft_chat(messages[: number + 1], tools, [number], template, calibration, notes)
+            draft.turn = turns.index(number)
+            drafts.append(draft)
+        return drafts
+
+    def _check_control(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        if self.options.control_tokens == "allow":
+            return
+        for number, message in enumerate(messages):
+            for text in _texts(message):
+                if found := self._control.search(text):
+                    raise RowRejected(
+                        Reason.CONTROL_TOKEN, f"message {number} spells the control token {found.group()!r}"
+                    )
+        if tools and (found := self._control.search(to_json(tools, "the tools"))):
+            raise RowRejected(Reason.CONTROL_TOKEN, f"the tools spell the control token {found.group()!r}")
+
+    def _choose(
+        self, messages: Sequence[Mapping[str, Any]], trainable: Sequence[bool] | None, notes: list[str]
+    ) -> list[int]:
+        """The numbers of the messages to train."""
+        if trainable is not None and len(trainable) != len(messages):
+            raise RowRejected(Reason.BAD_WEIGHT, f"{len(trainable)} weights for {len(messages)} messages")
+        said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.options.train_on == "last":
+            said = said[-1:]
+        elif self.options.train_on == "completion":
+            asked = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
+            said = [number for number in said if number > asked]
+        elif self.options.train_on == "all":
+            said = list(range(len(messages)))
+        chosen = [number for number in said if trainable is None or trainable[number]]
+        blank = {
+            n
+            for n in chosen
+            if messages[n]["role"] == "assistant" and not any(map(str.strip, _texts(messages[n])))
+        }
+        if blank:
+            notes.append("empty_turn_not_trained")
+            chosen = [number for number in chosen if number not in blank]
+        if not any(
+            messages[number]["role"] == "assistant" or self.options.train_on == "all" for number in chosen
+        ):
+            raise RowRejected(Reason.NOTHING_TO_TRAIN, f"no message of {len(messages)} is trained")
+        return chosen
+
+    def _draft_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        chosen: Sequence[int],
+        template: ChatTemplate,
+        calibration: Calibration,
+        notes: Sequence[str],
+    ) -> _Draft:
+        try:
+            render = template.render(messages, tools=tools)
+        except RENDER_ERRORS as error:
+            raise RowRejected(Reason.TEMPLATE_ERROR, f"the chat template raises: {_short(error)}") from error
+        _check_unicode(render.text)
+        own = list(notes)
+        spans = find_spans(render, messages, tools, template=template, calibration=calibration, notes=own)
+        if self.options.train_on == "all":
+            spans = [
+                Span(p.start, p.end, p.message) for p in render.pieces if p.message < 0 or p.message in chosen
+            ]
+        else:
+            spans = [span for span in spans if span.message in chosen]
+        return _Draft(
+            text=render.text,
+            spans=[(span.start, span.end) for span in spans],
+            messages=messages,
+            tools=tools,
+            notes=own,
+        )
+
+    def _draft_text(self, text: str, notes: Sequence[str]) -> _Draft:
+        eos = self.tokenizer.eos_token
+        if eos is None:
+            raise TemplateError(
+                f"the tokenizer {self.tokenizer.name_or_path} has no EOS token to end plain text with"
+            )
+        if not text.strip():
+            raise RowRejected(Reason.EMPTY_CONVERSATION, "the text is empty")
+        _check_unicode(text)
+        if text.rstrip().endswith(eos):
+            text = text.rstrip()
+        if self.options.control_tokens == "reject" and (
+            found := self._control.search(text.removesuffix(eos))
+        ):
+            raise RowRejected(Reason.CONTROL_TOKEN, f"the text spells the control token {found.group()!r}")
+        return _Draft(text=text, spans=(), plain=True, notes=list(notes))
+
+    def _finish(self, draft: _Draft, encoding: Any) -> Example:
+        ids = np.array(encoding.ids, np.int32)
+        if int(np.count_nonzero(self._is_special[ids])) != len(self._special_pattern.findall(draft.text)):
+            raise RowRejected(
+                Reason.CONTROL_TOKEN, "the tokenizer makes control tokens of text that does not spell them"
+            )
+        trained = np.zeros(ids.size, np.bool_)
+        offsets = encoding.offsets
+        for start, end in draft.spans:
+            first, last, straddles = token_range(offsets, start, end)
+            trained[first:last] = True
+            draft.notes += straddles
+        if not trained[1:].any():
+            raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of the {ids.size} tokens is trained")
+        return make_example(
+            ids,
+            trained=trained,
+            turn=draft.turn,
+            messages=draft.messages,
+            tools=draft.tools,
+            notes=draft.notes,
+        )
+
+    def _finish_text(self, draft: _Draft, encoding: Any) -> Example:
+        ids = list(encoding.ids)
+        eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
+        if len(ids) > 1 and ids[0] == ids[1] == bos:
+            del ids[0]
+        while len(ids) > 1 and ids[-1] == ids[-2] == eos:
+            del ids[-1]
+        if ids[-1:] != [eos]:
+            ids.append(eos)
+        trained = np.ones(len(ids), np.bool_)
+        if len(ids) < 2:
+            raise RowRejected(Reason.NOTHING_TO_TRAIN, "the text is one token")
+        return make_example(ids, trained=trained, notes=draft.notes)
+
+
+def _rebuild(tokenizer: Any, options: ChatOptions) -> ChatEncoder:
+    return ChatEncoder(tokenizer, options=options)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _texts(message: Mapping[str, Any]) -> Iterator[str]:
+    """Every text of a message that a template may print, except its role."""
+    yield message["content"]
+    for key in ("reasoning_content", "name", "tool_call_id"):
+        if key in message:
+            yield str(message[key])
+    if "tool_calls" in message:
+        yield to_json(message["tool_calls"], "tool_calls")
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowRejected(
+            Reason.LONE_SURROGATE, f"half a surrogate pair, \\u{ord(text[error.start]):04x}, is no text"
+        ) from error
+
+
+def token_range(offsets: Sequence[tuple[int, int]], start: int, end: int) -> tuple[int, int, list[str]]:
+    """The tokens of the characters `start` to `end`, and notes on tokens that lie across a border.
+
+    A token across the start is not trained: the model is given part of it. One across the end is.
+    """
+    notes = []
+    first = bisect_left(offsets, start, key=_first_of)
+    if 0 < first < len(offsets) and offsets[first - 1][1] < start:
+        # Offsets that leave out the white space a token begins with: this one begins before the span.
+        first += 1
+        notes.append("token_across_span_start")
+    elif first and offsets[first - 1][1] > start:
+        notes.append("token_across_span_start")
+    last = bisect_left(offsets, end, lo=first, key=_first_of)
+    if last > first and offsets[last - 1][1] > end:
+        notes.append("token_across_span_end")
+    return first, last, notes
+
+
+def _first_of(pair: tuple[int, int]) -> int:
+    return pair[0]
+
+
+def encode_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    tools: Any = None,
+    train_on: TrainOn = "assistant",
+    chat_template: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    template_date: str | None = None,
+    control_tokens: Literal["reject", "allow"] = "reject",
+) -> Example:
+    """One conversation to one example; the options are those of `ChatOptions`.
+
+    Messages may carry `weight` or `train`, 0 or 1: whether the message may be trained.
+
+    Raises:
+        RowRejected: the conversation can't be used, and why.
+        TemplateError: training on the tokenizer's chat template would be wrong.
+        OptionError: options that can't be.
+    """
+    encoder = _encoder(
+        tokenizer,
+        tokenizer_state=(str(tokenizer.chat_template), len(tokenizer), str(tokenizer.special_tokens_map)),
+        train_on=train_on,
+        chat_template=chat_template,
+        template_args=json.dumps(dict(template_args or {})),
+        template_date=template_date,
+        control_tokens=control_tokens,
+    )
+    bare, trainable = take_weights(messages)
+    (example,) = encoder.encode(Conversation(messages=bare, tools=tools, trainable=trainable))
+    return example
+
+
+@functools.lru_cache(maxsize=4)
+def _encoder(tokenizer: Any, *, tokenizer_state: Any, template_args: str, **options: Any) -> ChatEncoder:
+    """Learning a template takes some 40 ms: kept for the next call with the same tokenizer and options."""
+    return ChatEncoder(tokenizer, options=ChatOptions(template_args=json.loads(template_args), **options))

@@ -1,0 +1,330 @@
+"""A chat template, compiled so that each render also says which message every piece of text belongs to.
+
+The template's syntax tree gets calls that print nothing: one before each loop, one at the start of the
+loop's body with the loop's variable, one behind the loop. What the template prints passes through one
+list, so the call knows how much was printed before it, and the variable's identity names the message:
+
+    {% for m in messages %}[at(m)]<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}[back()]
+
+Since nothing is added to the output and nothing is visible to the template's logic, the text is what
+the plain template renders: no second render, and no mark that a conversation could contain.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
+
+from packing.errors import OptionError, TemplateError
+
+# What a template's own code may raise on a row that it was not written for, beside jinja2's own errors:
+# it indexes, calls methods, adds and compares whatever the row holds.
+RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+RESERVED_ARGUMENTS = frozenset(
+    {
+        *(
+            "messages",
+            "conversation",
+            "tools",
+            "documents",
+            "add_generation_prompt",
+            "chat_template",
+            "tokenize",
+        ),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "strftime_now"),
+        *("raise_exception", "self"),
+    }
+)
+"""Names that `apply_chat_template` or the render itself gives a meaning; no `--template-arg` takes them."""
+
+
+class Piece(NamedTuple):
+    """Text from `start` to `end` of a render, printed while message `message` was at hand (-1: none)."""
+
+    start: int
+    end: int
+    message: int
+
+
+@dataclass(frozen=True, slots=True)
+class Render:
+    """One rendered conversation.
+
+    Attributes:
+        text: What the template prints.
+        pieces: The whole text in order, cut where the message at hand changes; none is empty.
+        marked: The spans of `{% generation %}` blocks, with the message at hand at their start.
+    """
+
+    text: str
+    pieces: tuple[Piece, ...]
+    marked: tuple[Piece, ...]
+
+
+class _Recorder:
+    """The state of one render: what was printed so far, and the message at hand."""
+
+    def __init__(self) -> None:
+        self.begin(())
+
+    def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self.blocks: list[str] = []
+        self.index = {id(message): number for number, message in enumerate(messages)}
+        self.current = -1
+        self.by_loop = False
+        self.stack: list[tuple[int, bool]] = []
+        self.changes: list[tuple[int, int]] = [(0, -1)]
+        self.generation: list[tuple[int, int]] = []
+
+    def _set(self, message: int) -> None:
+        if message != self.current:
+            self.current = message
+            self.changes.append((len(self.blocks), message))
+
+    @jinja2.pass_context  # takes the context only so that jinja2 does not fold the call at compile time
+    def enter_loop(self, _context: object, value: Any) -> Any:
+        self.stack.append((self.current, self.by_loop))
+        return value
+
+    @jinja2.pass_context
+    def leave_loop(self, _context: object, value: Any) -> Any:
+        message, self.by_loop = self.stack.pop()
+        self._set(message)
+        return value
+
+    @jinja2.pass_context
+    def at_loop_item(self, _context: object, value: Any) -> Any:
+        if (message := self.index.get(id(value))) is not None:
+            self.by_loop = True
+            self._set(message)
+        return value
+
+    @jinja2.pass_context
+    def at_assignment(self, _context: object, value: Any) -> Any:
+        # `{% set m = messages[i] %}` names the message at hand only where no loop variable already does.
+        if not self.by_loop and (message := self.index.get(id(value))) is not None:
+            self._set(message)
+        return value
+
+    @jinja2.pass_context
+    def generation_edge(self, _context: object, value: Any) -> Any:
+        self.generation.append((len(self.blocks), self.current))
+        return value
+
+
+_CALLS = ("enter_loop", "leave_loop", "at_loop_item", "at_assignment", "generation_edge")
+
+
+def _call(method: str, argument: nodes.Expr | None = None) -> nodes.ExprStmt:
+    """A statement that calls the recorder and prints nothing. A filter, since that skips the sandbox."""
+    return nodes.ExprStmt(
+        nodes.Filter(argument or nodes.Const(None), f"padfree_{method}", [], [], None, None)
+    )
+
+
+def _is_generation(node: nodes.Node) -> bool:
+    return (
+        isinstance(node, nodes.CallBlock)
+        and isinstance(node.call.node, nodes.ExtensionAttribute)
+        and node.call.node.name == "_generation_support"
+    )
+
+
+class _Tracer(NodeTransformer):
+    """Adds the recorder's calls. Captured output (macros, set and filter blocks) is left alone: text in
+    there has no place in the render yet, and belongs to the message at hand where it is printed.
+    """
+
+    def __init__(self) -> None:
+        self.loops = 0
+
+    def visit_For(self, node: nodes.For) -> nodes.Node | list[nodes.Node]:
+        if node.recursive:
+            return node
+        self.loops += 1
+        self.generic_visit(node)
+        self.loops -= 1
+        if isinstance(node.target, nodes.Name):
+            node.body.insert(0, _call("at_loop_item", nodes.Name(node.target.name, "load")))
+        return [_call("enter_loop"), node, _call("leave_loop")]
+
+    def visit_Assign(self, node: nodes.Assign) -> nodes.Node | list[nodes.Node]:
+        if self.loops and isinstance(node.target, nodes.Name) and isinstance(node.node, nodes.Getitem):
+            return [node, _call("at_assignment", nodes.Name(node.target.name, "load"))]
+        return node
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node | list[nodes.Node]:
+        if _is_generation(node):
+            return [_call("generation_edge"), node, _call("generation_edge")]
+        return node
+
+    def _captured(self, node: nodes.Node) -> nodes.Node:
+        return node
+
+    visit_Macro = visit_FilterBlock = visit_AssignBlock = _captured
+
+
+class ChatTemplate:
+    """One template text with its arguments. Not safe to share between threads while rendering.
+
+    Args:
+        source: The template's text.
+        name: How errors call it.
+        special_tokens: What `apply_chat_template` passes beside the arguments (`bos_token` and so on).
+        arguments: The user's `--template-arg`.
+        date: What `strftime_now` tells the template, as YYYY-MM-DD; None leaves the clock.
+
+    Raises:
+        TemplateError: it does not compile, or it can never give the same text twice.
+        OptionError: a reserved argument, or a date that is none.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        name: str,
+        special_tokens: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+        date: str | None = None,
+    ) -> None:
+        if taken := sorted(RESERVED_ARGUMENTS.intersection(arguments)):
+            raise OptionError(f"--template-arg {taken[0]}: the name is reserved, it can't be given")
+        self.source = source
+        self.name = name
+        self._variables = {**special_tokens, **arguments}
+        self._recorder = _Recorder()
+        environment, tree = _parse(source, name)
+        self.has_generation = any(_is_generation(node) for node in tree.find_all(nodes.CallBlock))
+        self.reads = _names_read(tree)
+        self.prints_date = any(node.name == "strftime_now" for node in tree.find_all(nodes.Name))
+        _refuse_chance(tree, name)
+        globals_: dict[str, Any] = {"strftime_now": pinned_date(date)} if date is not None else {}
+        environment.filters = {
+            **environment.filters,
+            **{f"padfree_{call}": getattr(self._recorder, call) for call in _CALLS},
+        }
+        traced = _Tracer().visit(tree)
+        marks = sum(_is_generation(node) for node in tree.find_all(nodes.CallBlock))
+        edges = sum(node.name == "padfree_generation_edge" for node in tree.find_all(nodes.Filter))
+        if edges != 2 * marks:
+            raise TemplateError(
+                f"the chat template of {name} has {{% generation %}} inside a macro or captured block, where "
+                "its place in the text is unknown: print the assistant's text outside of macros"
+            )
+        self._template = environment.from_string(traced, globals=globals_)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> Render:
+        """Renders as `apply_chat_template(messages, tools, tokenize=False)` does.
+
+        The messages have to be distinct objects; an object that stands in two places has no one place.
+
+        Raises:
+            RENDER_ERRORS: what the template or its code raises on these messages.
+        """
+        recorder = self._recorder
+        recorder.begin(messages)
+        blocks = recorder.blocks
+        context = self._template.new_context(
+            {
+                "messages": messages,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+                **self._variables,
+            }
+        )
+        for block in self._template.root_render_func(context):
+            blocks.append(block)
+        offsets = [0, *itertools.accumulate(map(len, blocks))]
+        edges = [(offsets[printed], message) for printed, message in recorder.generation]
+        return Render(
+            text="".join(blocks),
+            pieces=tuple(_pieces(recorder.changes, offsets)),
+            marked=tuple(
+                Piece(start, end, message)
+                for (start, message), (end, _) in zip(edges[::2], edges[1::2], strict=True)
+            ),
+        )
+
+
+def _parse(source: str, name: str) -> tuple[jinja2.Environment, nodes.Template]:
+    """The environment of transformers, with its filters and tags, and the template's syntax tree in it.
+
+    The environment has no public door; building one here would drift from what `apply_chat_template` does.
+    """
+    from transformers.utils import chat_template_utils
+
+    try:
+        compiled = chat_template_utils._compile_jinja_template(source)
+        environment = cast(jinja2.Environment, compiled.environment).overlay()
+        return environment, environment.parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(
+            f"the chat template of {name} does not compile: line {error.lineno}: {error}"
+        ) from error
+
+
+def _names_read(tree: nodes.Template) -> frozenset[str]:
+    """The names of attributes and keys that the template reads anywhere, such as `reasoning_content`."""
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    strings = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(attributes | strings)
+
+
+def _refuse_chance(tree: nodes.Template, name: str) -> None:
+    chance = {node.name for node in tree.find_all(nodes.Filter)} & {"random"}
+    chance |= {node.name for node in tree.find_all(nodes.Name)} & {"lipsum"}
+    if chance:
+        raise TemplateError(
+            f"the chat template of {name} uses `{chance.pop()}`: no two runs would give the same text"
+        )
+
+
+def pinned_date(date: str) -> Callable[[str], str]:
+    """`strftime_now` for templates, at the date YYYY-MM-DD (a time of day may follow, as in ISO 8601).
+
+    Raises:
+        OptionError: not such a date.
+    """
+    try:
+        moment = datetime.datetime.fromisoformat(date)
+    except ValueError as error:
+        raise OptionError(f"--template-date {date}: give a date as YYYY-MM-DD") from error
+    return moment.strftime
+
+
+def _pieces(changes: Sequence[tuple[int, int]], offsets: Sequence[int]) -> Iterable[Piece]:
+    """Cuts the text where the message at hand changes; changes at one place merge."""
+    start, message = 0, -1
+    for printed, following in changes:
+        end = offsets[printed]
+        if end > start and following != message:
+            yield Piece(start, end, message)
+            start = end
+        message = following
+    if offsets[-1] > start:
+        yield Piece(start, offsets[-1], message)

@@ -1,0 +1,115 @@
+"""Tokenizers as their tokenizer.json says, and their identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from packing.errors import InputError, TemplateError
+
+# Text on which two tokenizers of one name differ if they differ at all: spaces, newlines, digits, case,
+# contractions, punctuation, accents composed and not, scripts, emoji, code.
+PROBES = (
+    "Hello world, it's 12345 o'clock - isn't it?  Two  spaces,\ttabs\nand\n\nlines \n",
+    "def f(x):\n    return {'a': [1, 2.50], \"b\": x**2 != 3}  # ok\r\n",
+    "naïve nai\u0308ve Ünïcode ﬁ ½ № İstanbul straße ΑΒΓ абв",
+    "中文字符，测试。日本語のテスト 한국어 עברית العربية हिन्दी ไทย",
+    "👩‍👩‍👧 🏳️‍🌈 é́ \u200b\u00a0\u3000 ∑∫√ <b>&amp;</b> http://a.b/c?d=e_f#g",
+)
+
+
+def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> Any:
+    """A fast tokenizer whose ids are those of its tokenizer.json.
+
+    Args:
+        name_or_path: A folder, or a name on the hub.
+        revision: A commit, branch or tag of the hub's repository.
+
+    Raises:
+        InputError: not found, not readable, or without a fast implementation.
+        TemplateError: what loads gives other ids than the tokenizer.json beside it.
+    """
+    import tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    def load(kind: Any) -> Any:
+        try:
+            return kind.from_pretrained(name_or_path, revision=revision)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            raise InputError(f"the tokenizer {name_or_path} can't be loaded: {_one_line(error)}") from error
+
+    tokenizer = load(AutoTokenizer)
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            f"the tokenizer {name_or_path} has no fast implementation (no tokenizer.json): "
+            "convert it with transformers' convert_slow_tokenizer, or choose another"
+        )
+    file = cached_file(
+        name_or_path,
+        "tokenizer.json",
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return tokenizer
+    reference = tokenizers.Tokenizer.from_file(file)
+    if agrees(tokenizer, reference):
+        return tokenizer
+    # transformers 5.17 rebuilds deepseek_v3 from its config and loses every space.
+    tokenizer = load(PreTrainedTokenizerFast)
+    if agrees(tokenizer, reference):
+        return tokenizer
+    raise TemplateError(
+        f"the tokenizer {name_or_path} loads with other ids than its tokenizer.json gives: "
+        "another version of transformers may read it as the file says"
+    )
+
+
+def agrees(tokenizer: Any, reference: Any) -> bool:
+    """Whether both give the same ids for all probe texts, without special tokens around them."""
+    backend = plain_backend(tokenizer)
+    reference.no_padding()
+    reference.no_truncation()
+    return all(
+        backend.encode(text, add_special_tokens=False).ids
+        == reference.encode(text, add_special_tokens=False).ids
+        for text in PROBES
+    )
+
+
+def plain_backend(tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` inside, without the padding and truncation that a call may have left."""
+    backend = tokenizer.backend_tokenizer
+    if backend.padding is not None:
+        backend.no_padding()
+    if backend.truncation is not None:
+        backend.no_truncation()
+    return backend
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 of all that defines the ids. Padding and truncation do not: a call changes them."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state.pop("padding", None)
+    state.pop("truncation", None)
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def special_texts(tokenizer: Any) -> list[str]:
+    """The added tokens that are marked special."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for any of the texts, longest first; without texts it never matches."""
+    longest_first = sorted(set(texts), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
