@@ -1,0 +1,476 @@
+"""The command `padfree`: one function a verb, each with its own parser; heavy imports are inside.
+
+Exit status: 0 ok; 1 a check failed (verify, template, doctor); 2 an error that the user can mend, one
+line of it on stderr; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import inspect as introspection
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from packing.errors import InputError, OptionError, OutputError, PadfreeError, ShardError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from packing import pipeline
+
+Options = TypeVar("Options")
+
+FAILED, USER_ERROR, INTERRUPTED, TERMINATED, BROKEN_PIPE = 1, 2, 130, 143, 141
+
+VERBS = {
+    "pack": "chat files to a shard set",
+    "stats": "counts and lengths of a shard set",
+    "inspect": "the text of a buffer or an example, its trained tokens marked",
+    "verify": "checks every digest and every law of a shard set",
+    "unpack": "a shard set's examples as JSON lines",
+    "template": "whether training on a tokenizer's chat template is right, and what is trained",
+    "doctor": "which kernels a model gets on this machine, and the proof that examples stay apart",
+}
+
+MODULES = {"doctor": "training.doctor"}
+"""Verbs of the training side: its module is imported by name when it is asked for, and has a `main`.
+So `packing` does not import `training`, and works without it."""
+
+MOST_WORKERS = 8
+"""By default; more pay on large inputs only."""
+
+PIPE_WIDTH = 160
+"""Columns where the output is no terminal: wide enough to break no line that a script might read."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a verb and returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that can't show a character gets its number
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = _run(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read us has seen enough. The interpreter flushes once more at its end: give it a place.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _say("interrupted; nothing was kept", status=INTERRUPTED)
+    except PadfreeError as error:
+        return _say(str(error), status=USER_ERROR)
+    except OSError as error:
+        return _say(f"{error.filename or 'input or output'}: {error.strerror or error}", status=USER_ERROR)
+    return status
+
+
+def _say(message: str, *, status: int) -> int:
+    print(f"padfree: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _run(words: Sequence[str]) -> int:
+    verb, *rest = words or ["--help"]
+    if verb in ("-h", "--help"):
+        print(_help())
+        return 0
+    if verb == "--version":
+        from importlib.metadata import version
+
+        print(f"padfree {version('padfree')}")
+        return 0
+    if verb not in VERBS:
+        raise OptionError(f"there is no {verb!r}; choose one of {', '.join(VERBS)}, or see padfree --help")
+    if verb in MODULES:
+        return int(importlib.import_module(MODULES[verb]).main(rest))
+    function: Any = globals()[verb]
+    return int(function(rest))
+
+
+def _help() -> str:
+    lines = "\n".join(f"  {verb:10} {summary}" for verb, summary in VERBS.items())
+    return f"usage: padfree VERB …\n\n{lines}\n\npadfree VERB --help tells more; padfree --version"
+
+
+# Verbs
+
+
+def pack(words: Sequence[str]) -> int:
+    """Packs chat files into a shard set, or with --dry-run says what would be packed."""
+    arguments = _pack_parser().parse_args(words)
+    from packing.chat import ChatOptions
+    from packing.formats import FormatOptions
+    from packing.pipeline import pack_dataset
+    from packing.sources import SourceOptions
+
+    shared: dict[str, Any] = {
+        "tokenizer": arguments.tokenizer,
+        "sources": _options(SourceOptions, arguments),
+        "formats": _options(FormatOptions, arguments),
+        "chat": _options(ChatOptions, arguments),
+        **{name: getattr(arguments, name) for name in ("capacity", "overflow", "algorithm", "seed")},
+    }
+    if arguments.dry_run is not None:
+        return _dry_run(arguments, shared)
+    if arguments.out is None:
+        raise OptionError("pack needs --out DIR, or --dry-run N to write nothing")
+    with _unwound_by_sigterm(), _progress(sys.stderr.isatty()) as on_progress:
+        report = pack_dataset(
+            arguments.inputs,
+            out=arguments.out,
+            eval_fraction=arguments.eval_fraction,
+            max_rejects=arguments.max_rejects,
+            workers=arguments.workers,
+            force=arguments.force,
+            on_progress=on_progress,
+            **shared,
+        )
+    result = dataclasses.asdict(report)
+    if arguments.json:
+        return _print_json(result)
+    from packing.report import summary
+
+    console = _console()
+    console.print(f"packed into {report.out}\n", soft_wrap=True)
+    console.print(summary(result))
+    if report.accounting["rows"]["rejected"] or report.accounting["turns_rejected"]:
+        console.print(f"\nwhat was rejected, and why: {Path(report.out, 'rejects.jsonl')}", soft_wrap=True)
+    return 0
+
+
+def _dry_run(arguments: argparse.Namespace, shared: Mapping[str, Any]) -> int:
+    from packing.chat import load_tokenizer
+    from packing.pipeline import preview
+
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    found = preview(arguments.inputs, rows=arguments.dry_run, **{**shared, "tokenizer": tokenizer})
+    from packing import report
+
+    result = report.preview_as_json(found)
+    if arguments.json:
+        return _print_json(result)
+    console = _console()
+    console.print(f"of the first {found.rows:,} rows of each input, nothing is written:\n")
+    console.print(report.summary(result))
+    for line in report.reject_lines(found.rejects):
+        console.print(line, soft_wrap=True)
+    if found.example is not None:
+        console.print("\nthe first of them: ", report.legend(colour=_coloured(console)), "\n", sep="")
+        text = report.marked(found.example, tokenizer=tokenizer, colour=_coloured(console))
+        console.print(text, soft_wrap=True)
+    return 0
+
+
+def stats(words: Sequence[str]) -> int:
+    """Prints counts and lengths of a shard set."""
+    parser = _directory_parser("stats")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    arguments = parser.parse_args(words)
+    from packing import report
+
+    result = report.stats(arguments.directory)
+    if arguments.json:
+        return _print_json(result)
+    _console().print(report.summary(result))
+    return 0
+
+
+def inspect(words: Sequence[str]) -> int:
+    """Prints the text of a buffer or of an example."""
+    parser = _directory_parser("inspect")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--buffer", type=int, metavar="N", help="all examples of buffer N, from 0")
+    which.add_argument("--example", type=int, metavar="N", help="example N, from 0 in the order of the input")
+    parser.add_argument("--tokenizer", metavar="DIR_OR_ID", help="where the one used for packing lies now")
+    arguments = parser.parse_args(words)
+    from packing import report
+    from packing.shards import open_shards
+
+    shards = open_shards(arguments.directory)
+    tokenizer = report.tokenizer_of(shards, name=arguments.tokenizer)
+    console = _console()
+    lines = report.inspect(
+        shards,
+        tokenizer=tokenizer,
+        buffer=arguments.buffer,
+        example=arguments.example,
+        colour=_coloured(console),
+    )
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    return 0
+
+
+def verify(words: Sequence[str]) -> int:
+    """Checks a shard set, and exits with 1 where it is damaged."""
+    parser = _directory_parser("verify")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    arguments = parser.parse_args(words)
+    from packing import shards
+
+    if not os.path.isdir(arguments.directory):
+        raise InputError(f"{arguments.directory}: no such directory")
+    fault = None
+    try:
+        shards.verify(arguments.directory)
+    except ShardError as error:
+        fault = str(error)
+    if arguments.json:
+        _print_json({"path": arguments.directory, "ok": fault is None, "fault": fault})
+    elif fault is None:
+        print(f"{arguments.directory} is whole: every digest and every law holds")
+    if fault is not None:
+        return _say(fault, status=FAILED)
+    return 0
+
+
+def unpack(words: Sequence[str]) -> int:
+    """Writes a shard set's examples as JSON lines that `pack` can read again."""
+    parser = _directory_parser("unpack")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write, or - for stdout")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    arguments = parser.parse_args(words)
+    from packing.report import unpacked
+    from packing.shards import open_shards
+
+    lines = unpacked(open_shards(arguments.directory))
+    if arguments.out == "-":
+        sys.stdout.buffer.writelines(lines)
+        return 0
+    out = Path(arguments.out)
+    if out.exists() and not arguments.force:
+        raise OutputError(f"{out} exists: choose another name, or replace it with --force")
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.writelines(lines)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return 0
+
+
+# Options
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line, and no guessing of shortened options."""
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(prog=f"padfree {verb}", description=VERBS[verb], allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}; see {self.prog} --help")
+
+
+def _directory_parser(verb: str) -> _Parser:
+    parser = _Parser(verb)
+    parser.add_argument("directory", metavar="DIR", help="what pack wrote; its eval part is DIR/eval")
+    return parser
+
+
+def _pack_parser() -> _Parser:
+    from packing.chat import ChatOptions
+    from packing.example import Overflow
+    from packing.formats import FormatOptions
+    from packing.pipeline import MAX_REJECTS
+    from packing.plan import Algorithm
+
+    parser = _Parser("pack")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, folder, glob or hub data set")
+    parser.add_argument("--tokenizer", required=True, metavar="DIR_OR_ID", help="a folder or a hub name")
+    parser.add_argument("--out", metavar="DIR", help="the shard set to make")
+    parser.add_argument("--force", action="store_true", help="replace a shard set that is there")
+    parser.add_argument("--workers", type=int, default=_cores(), metavar="N", help="processes (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--dry-run",
+        type=int,
+        metavar="N",
+        help="read N rows of each input, write nothing, show what would be",
+    )
+    parser.add_argument(
+        "--max-rejects",
+        type=float,
+        default=MAX_REJECTS,
+        metavar="FRACTION",
+        help="stop where more of the rows are rejected (%(default)s)",
+    )
+
+    group = parser.add_argument_group("packing")
+    group.add_argument(
+        "--capacity", type=int, default=8192, metavar="TOKENS", help="of a buffer (%(default)s)"
+    )
+    group.add_argument(
+        "--overflow", choices=get_args(Overflow), default="drop", help="of longer examples (%(default)s)"
+    )
+    group.add_argument("--algorithm", choices=get_args(Algorithm), default=get_args(Algorithm)[0])
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="of the plan and of the eval part")
+    group.add_argument("--eval-fraction", type=float, default=0.0, metavar="F", help="goes to DIR/eval")
+
+    group = parser.add_argument_group("what is trained")
+    _add_choices(group, ChatOptions)
+    group.add_argument(
+        "--chat-template", type=_text_file, metavar="FILE", help="in place of the tokenizer's own"
+    )
+    group.add_argument(
+        "--template-arg",
+        dest="template_args",
+        action=_Pairs,
+        type=_json_pair,
+        metavar="NAME=VALUE",
+        default={},
+    )
+    group.add_argument(
+        "--template-date", metavar="YYYY-MM-DD", help="for a template that prints today's date"
+    )
+
+    group = parser.add_argument_group("how rows are read")
+    _add_choices(group, FormatOptions)
+    group.add_argument(
+        "--column",
+        dest="columns",
+        action=_Pairs,
+        type=_pair,
+        metavar="NAME=COLUMN",
+        default={},
+        help="where a column has another name: messages=dialog",
+    )
+    group.add_argument("--split", help="of a data set")
+    group.add_argument("--config", help="of a hub data set")
+    group.add_argument("--revision", help="of a hub data set")
+    return parser
+
+
+def _add_choices(group: Any, options: type[Any]) -> None:
+    """A flag for each field that has a closed list of values, with the field's own help."""
+    hints = get_type_hints(options)
+    texts = dict(
+        re.findall(r"(?m)^ {4}(\w+): ((?:.+\n?)(?: {8}.+\n?)*)", introspection.getdoc(options) or "")
+    )
+    for field in dataclasses.fields(options):
+        if get_origin(hints[field.name]) is Literal:
+            group.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                choices=get_args(hints[field.name]),
+                default=field.default,
+                help=f"{' '.join(texts[field.name].split())} (%(default)s)".replace("%", "%%"),
+            )
+
+
+def _options(kind: type[Options], arguments: argparse.Namespace) -> Options:
+    """The options of this kind among the arguments."""
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: getattr(arguments, name) for name in names if hasattr(arguments, name)})
+
+
+class _Pairs(argparse.Action):
+    """Collects NAME=VALUE options into one mapping."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        name, value = values
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest), name: value})
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _json_pair(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON where it is JSON (true, 3), else as text."""
+    name, value = _pair(text)
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _text_file(name: str) -> str:
+    try:
+        return Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"can't read {name}: {error}") from None
+
+
+def _cores() -> int:
+    """The cores that this process may use, up to `MOST_WORKERS`."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, MOST_WORKERS)
+
+
+# Output
+
+
+def _print_json(value: Mapping[str, Any]) -> int:
+    print(json.dumps(value, indent=1))
+    return 0
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def _coloured(console: Console) -> bool:
+    return console.is_terminal and not console.no_color and console.color_system is not None
+
+
+@contextlib.contextmanager
+def _progress(show: bool) -> Iterator[pipeline.OnProgress | None]:
+    """A bar on stderr while `pack` runs, on a terminal only."""
+    if not show:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading the tokenizer", total=None)
+
+        def on_progress(at: pipeline.Progress) -> None:
+            unit = "rows" if at.stage == "reading" else "buffers"
+            rejected = f", {at.rejected:,} rejected" if at.rejected else ""
+            bar.update(
+                task,
+                description=f"{at.stage}: {at.done:,} {unit}{rejected}",
+                completed=at.done,
+                total=at.total,
+            )
+
+        yield on_progress
+
+
+@contextlib.contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """A polite kill unwinds the stack, so that what was begun is removed."""
+
+    def unwind(*_: object) -> NoReturn:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,23 @@
+"""Seconds by stage."""
+
+from __future__ import annotations
+
+import time
+
+
+class Clock:
+    """Each lap is the time since the last one, under the name of what was done in it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._started = self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._started

@@ -1,0 +1,430 @@
+"""The story of `padfree pack`, from sources to a shard set, to be read from top to bottom."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing.chat import ChatEncoder, ChatOptions, load_tokenizer
+from packing.errors import InputError, OptionError, TooManyRejects
+from packing.example import Example, Overflow
+from packing.formats import FormatOptions
+from packing.pipeline.accounting import Accounting
+from packing.pipeline.clock import Clock
+from packing.pipeline.pool import map_in_order
+from packing.pipeline.rows import Reject, RowEncoder
+from packing.pipeline.store import EXAMPLE, ExampleStore, StoredPart, from_bytes
+from packing.plan import Algorithm, lower_bound, plan_bins
+from packing.shards import PartWriter, ShardWriter
+from packing.sources import Source, SourceOptions, open_sources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_REJECTS = 0.1
+"""Dirt in a real file is a row in a hundred; a wrong column, format or template rejects nearly all.
+A tenth lets the first pass, counted, and stops the second."""
+
+ROWS_PER_CHUNK = 256
+"""Enough for one `encode_batch` to pay, and few enough for the workers to end together."""
+
+MOST_TOKENS = 2**31 - 1
+"""In a buffer: kernels index tokens with int32."""
+
+EVAL = "eval"
+"""The part of the shard set that holds the conversations kept from training."""
+
+BUFFERS_PER_REPORT = 64
+"""Buffers written between two calls of `on_progress`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartReport:
+    """What one shard set holds.
+
+    Attributes:
+        lower_bound: The fewest buffers that any plan could need.
+        fill_rate: Real tokens over buffers times capacity.
+    """
+
+    buffers: int
+    examples: int
+    tokens: int
+    supervised_tokens: int
+    lower_bound: int
+    fill_rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackReport:
+    """What a run did.
+
+    Attributes:
+        out: The shard set.
+        main: What it holds.
+        eval: What its eval part holds, if one was asked for.
+        accounting: Every row and token, as in the manifest.
+        seconds: Wall time of each step, and in `total`.
+        worker_seconds: What the step `rows` was spent on, summed over the workers.
+    """
+
+    out: str
+    capacity: int
+    workers: int
+    main: PartReport
+    eval: PartReport | None
+    accounting: Mapping[str, Any]
+    seconds: Mapping[str, float]
+    worker_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What a run over the first rows of each input would do.
+
+    Attributes:
+        rows: How many were read of each input, at most.
+        main: Planned and not written; there is no eval part in a preview.
+        rejects: The rejected rows, as they would stand in rejects.jsonl.
+        example: The first example that would be packed, or None.
+    """
+
+    rows: int
+    capacity: int
+    main: PartReport
+    accounting: Mapping[str, Any]
+    rejects: Sequence[Mapping[str, Any]]
+    example: Example | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is."""
+
+    stage: Literal["reading", "writing"]
+    done: int  # rows read, or buffers written
+    total: int | None = None  # None while nobody knows
+    rejected: int = 0  # rows so far
+
+
+OnProgress = Callable[[Progress], object]
+
+
+def pack_dataset(
+    inputs: Sequence[str],
+    *,
+    tokenizer: str | PreTrainedTokenizerBase,
+    out: str | Path,
+    capacity: int = 8192,
+    overflow: Overflow = "drop",
+    algorithm: Algorithm = "best_fit_decreasing",
+    seed: int = 0,
+    eval_fraction: float = 0.0,
+    sources: SourceOptions | None = None,
+    formats: FormatOptions | None = None,
+    chat: ChatOptions | None = None,
+    max_rejects: float = MAX_REJECTS,
+    workers: int = 1,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+) -> PackReport:
+    """Packs chat data into a shard set: the same bytes for any number of workers, on every run.
+
+    Args:
+        inputs: Files, folders, globs, `save_to_disk` folders or hub names.
+        tokenizer: A folder, a hub name or the tokenizer itself.
+        out: The folder to make; it appears when it is whole.
+        capacity: Most tokens in a buffer.
+        overflow: What becomes of longer examples: dropped and counted, cut, or an error.
+        algorithm: How examples are spread over buffers.
+        seed: Decides between equals in the plan, and which conversations are held out.
+        eval_fraction: The part of the conversations that goes to `out/eval`; equal ones go together.
+        sources: Split, configuration and revision of a data set; None for the defaults.
+        formats: How rows become conversations; None for the defaults.
+        chat: How conversations become tokens; None for the defaults.
+        max_rejects: The run stops where more than this fraction of the rows is rejected.
+        workers: Processes that parse and encode; 1 means this one.
+        force: Replace a shard set that is there.
+        on_progress: Called after each chunk of rows and now and then while writing.
+
+    Raises:
+        OptionError: an option that can't be, or an example too long with overflow "error".
+        InputError: an input or tokenizer that can't be read, or nothing to pack in it.
+        TemplateError: training on this tokenizer's template would be wrong.
+        TooManyRejects: more than `max_rejects`.
+        OutputError: `out` exists, or can't be written.
+    """
+    clock = Clock()
+    _check(
+        capacity=capacity, seed=seed, workers=workers, eval_fraction=eval_fraction, max_rejects=max_rejects
+    )
+    opened = open_sources(inputs, options=sources or SourceOptions())
+    encode = RowEncoder(
+        encoder=_encoder(tokenizer, chat=chat),
+        formats=formats or FormatOptions(),
+        inputs=[source.name for source in opened],
+        capacity=capacity,
+        overflow=overflow,
+        eval_fraction=eval_fraction,
+        seed=seed,
+    )
+    clock.lap("open")
+    fingerprint = _fingerprint(encode, sources=opened, algorithm=algorithm)
+    clock.lap("digest inputs")
+    accounting = Accounting()
+    with (
+        ShardWriter(out, capacity=capacity, fingerprint=fingerprint, force=force) as writer,
+        ExampleStore(Path(out).resolve().parent) as store,
+    ):
+        chunks = itertools.chain.from_iterable(source.chunks(rows=ROWS_PER_CHUNK) for source in opened)
+        for chunk in map_in_order(encode, chunks, workers=workers):
+            accounting.add(chunk)
+            store.append(chunk.examples, tokens=chunk.tokens)
+            writer.add_rejects(_reject_line(reject, inputs=encode.inputs) for reject in chunk.rejects)
+            if on_progress:
+                on_progress(Progress(stage="reading", done=accounting.rows, rejected=accounting.rejected))
+        clock.lap("rows")
+        _check_rows(accounting, max_rejects=max_rejects, inputs=encode.inputs)
+        write = functools.partial(
+            _write,
+            inputs=encode.inputs,
+            capacity=capacity,
+            algorithm=algorithm,
+            seed=seed,
+            on_progress=on_progress,
+        )
+        held_out = part = None
+        if eval_fraction:
+            _check_parts(accounting, eval_fraction=eval_fraction)
+            part = writer.part(EVAL)
+            held_out = write(store.part(held_out=True), writer=part)
+        main = write(store.part(held_out=False), writer=writer)
+        clock.lap("write")
+        report = PackReport(
+            out=str(out),
+            capacity=capacity,
+            workers=workers,
+            main=main,
+            eval=held_out,
+            accounting=accounting.as_json(),
+            seconds={**clock.seconds, "total": clock.total},
+            worker_seconds=dict(accounting.seconds),
+        )
+        run = _run(report, inputs=inputs, tokenizer=tokenizer)
+        if part:
+            part.finish(accounting.eval_as_json(), run=run)
+        writer.finish(report.accounting, run=run)
+    return report
+
+
+def preview(
+    inputs: Sequence[str],
+    *,
+    tokenizer: str | PreTrainedTokenizerBase,
+    rows: int,
+    capacity: int = 8192,
+    overflow: Overflow = "drop",
+    algorithm: Algorithm = "best_fit_decreasing",
+    seed: int = 0,
+    sources: SourceOptions | None = None,
+    formats: FormatOptions | None = None,
+    chat: ChatOptions | None = None,
+) -> Preview:
+    """What `pack_dataset` would do with the first rows of each input; nothing is written.
+
+    Args:
+        rows: How many of each input.
+        inputs, tokenizer, capacity, overflow, algorithm, seed, sources, formats, chat: As `pack_dataset`.
+
+    Raises:
+        OptionError, InputError, TemplateError: As `pack_dataset`.
+    """
+    _check(capacity=capacity, seed=seed)
+    if rows < 1:
+        raise OptionError(f"a preview of {rows} rows can't be: choose at least 1")
+    opened = open_sources(inputs, options=sources or SourceOptions())
+    encode = RowEncoder(
+        encoder=_encoder(tokenizer, chat=chat),
+        formats=formats or FormatOptions(),
+        inputs=[source.name for source in opened],
+        capacity=capacity,
+        overflow=overflow,
+        eval_fraction=0.0,
+        seed=seed,
+    )
+    accounting = Accounting()
+    rejects: list[Mapping[str, Any]] = []
+    examples = [np.empty(0, EXAMPLE)]
+    first = None
+    for source in opened:
+        read = 0
+        for chunk in map(encode, source.chunks(rows=rows)):
+            accounting.add(chunk)
+            rejects += [_reject_line(reject, inputs=encode.inputs) for reject in chunk.rejects]
+            if first is None and chunk.examples.size:
+                length, turn = int(chunk.examples["length"][0]), int(chunk.examples["turn"][0])
+                first = from_bytes(chunk.tokens, length=length, turn=turn)
+            examples.append(chunk.examples)
+            read += chunk.rows
+            if read >= rows:
+                break
+    table = np.concatenate(examples)
+    plan = plan_bins(np.ascontiguousarray(table["length"]), capacity=capacity, algorithm=algorithm, seed=seed)
+    return Preview(
+        rows=rows,
+        main=_part_report(table, buffers=len(plan), capacity=capacity),
+        capacity=capacity,
+        accounting=accounting.as_json(),
+        rejects=rejects,
+        example=first,
+    )
+
+
+def _encoder(tokenizer: str | PreTrainedTokenizerBase, *, chat: ChatOptions | None) -> ChatEncoder:
+    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    return ChatEncoder(loaded, options=chat or ChatOptions())
+
+
+def _fingerprint(encode: RowEncoder, *, sources: Sequence[Source], algorithm: Algorithm) -> dict[str, Any]:
+    """What decides the bytes; the capacity stands beside it in the manifest."""
+    return {
+        "inputs": [dict(source.identity()) for source in sources],
+        "formats": asdict(encode.formats),
+        "chat": dict(encode.encoder.fingerprint()),
+        "overflow": encode.overflow,
+        "algorithm": algorithm,
+        "seed": encode.seed,
+        "eval_fraction": encode.eval_fraction,
+    }
+
+
+def _write(
+    part: StoredPart,
+    *,
+    writer: PartWriter,
+    inputs: Sequence[str],
+    capacity: int,
+    algorithm: Algorithm,
+    seed: int,
+    on_progress: OnProgress | None,
+) -> PartReport:
+    """Plans on the lengths, then moves the tokens, once."""
+    plan = plan_bins(part.lengths, capacity=capacity, algorithm=algorithm, seed=seed)
+    for number in range(len(plan)):
+        if on_progress and number % BUFFERS_PER_REPORT == 0:
+            on_progress(Progress(stage="writing", done=number, total=len(plan)))
+        writer.write(part.buffer(plan.bin(number)))
+    writer.add_examples(part.origins(inputs))
+    return _part_report(part.examples, buffers=len(plan), capacity=capacity)
+
+
+def _part_report(examples: NDArray[np.void], *, buffers: int, capacity: int) -> PartReport:
+    tokens = int(examples["length"].sum(dtype=np.int64))
+    return PartReport(
+        buffers=buffers,
+        examples=examples.size,
+        tokens=tokens,
+        supervised_tokens=int(examples["supervised"].sum(dtype=np.int64)),
+        lower_bound=lower_bound(examples["length"], capacity=capacity),
+        fill_rate=tokens / (buffers * capacity) if buffers else 0.0,
+    )
+
+
+def _run(
+    report: PackReport, *, inputs: Sequence[str], tokenizer: str | PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """What differs between equal runs, for run.json."""
+    name = tokenizer if isinstance(tokenizer, str) else tokenizer.name_or_path
+    packages = ("padfree", "datasets", "numpy", "pyarrow", "tokenizers", "transformers")
+    return {
+        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "folder": os.getcwd(),
+        "inputs": list(inputs),
+        "tokenizer": os.path.abspath(name) if os.path.isdir(name) else name,
+        "workers": report.workers,
+        "seconds": report.seconds,
+        "worker_seconds": report.worker_seconds,
+        "versions": {package: version(package) for package in packages},
+    }
+
+
+def _reject_line(reject: Reject, *, inputs: Sequence[str]) -> dict[str, Any]:
+    """A line of rejects.jsonl."""
+    line: dict[str, Any] = {
+        "input": inputs[reject.place.input],
+        "line": reject.place.line,
+        "record": reject.place.record,
+        "reason": reject.reason,
+        "detail": reject.detail,
+    }
+    if reject.turn >= 0:
+        line["turn"] = reject.turn  # its row is packed without it
+    if reject.tokens:
+        line["tokens"] = reject.tokens
+    return line
+
+
+def _check(
+    *,
+    capacity: int,
+    seed: int,
+    workers: int = 1,
+    eval_fraction: float = 0.0,
+    max_rejects: float = 1.0,
+) -> None:
+    """Names the number that can't be."""
+    if not 1 <= capacity <= MOST_TOKENS:
+        raise OptionError(f"a capacity of {capacity} can't be: choose 1 to {MOST_TOKENS} tokens")
+    if not 0 <= seed < 2**64:
+        raise OptionError(f"a seed of {seed} can't be: choose 0 to 2**64 - 1")
+    if workers < 1:
+        raise OptionError(f"{workers} workers can't be: choose 1 or more")
+    if not 0 <= eval_fraction < 1:
+        raise OptionError(f"an eval fraction of {eval_fraction} can't be: choose 0 or more, and less than 1")
+    if not 0 <= max_rejects <= 1:
+        raise OptionError(f"a fraction of {max_rejects} for rejects can't be: choose 0 to 1")
+
+
+def _check_rows(accounting: Accounting, *, max_rejects: float, inputs: Sequence[str]) -> None:
+    """Stops a run that lost too much, before anything is kept."""
+    if not accounting.rows:
+        raise InputError(f"there are no rows in {', '.join(inputs)}")
+    if not accounting.rejected:
+        return
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in accounting.rows_rejected.most_common())
+    first = "; ".join(
+        f"{inputs[reject.place.input]}:{reject.place.line} {reject.reason}: {reject.detail}"
+        for reject in accounting.first_rejects
+    )
+    counts = f"{accounting.rejected:,} of {accounting.rows:,} rows were rejected ({reasons})"
+    # The fraction as it was written: 0.29 * 100 rows is less than 29 in floating point.
+    if accounting.rejected > Fraction(str(max_rejects)) * accounting.rows:
+        raise TooManyRejects(
+            f"{counts}, more than --max-rejects {max_rejects} allows; nothing was written. "
+            f"The first: {first}. See more with --dry-run, mend the rows, or raise --max-rejects"
+        )
+    if accounting.rejected == accounting.rows:
+        raise InputError(f"{counts}, so there is nothing to pack. The first: {first}")
+
+
+def _check_parts(accounting: Accounting, *, eval_fraction: float) -> None:
+    """Both parts of a split need something in them."""
+    for part, name in (("packed", "training"), ("eval", "evaluation")):
+        if not accounting.examples[part]:
+            raise OptionError(
+                f"an eval fraction of {eval_fraction} leaves none of the {accounting.rows:,} rows "
+                f"for {name}: choose another fraction or seed"
+            )

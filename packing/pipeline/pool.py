@@ -1,0 +1,122 @@
+"""Chunks through worker processes, and the results back in the order of the chunks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from packing.errors import PadfreeError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+CHUNKS_AHEAD = 2
+"""Chunks in flight for each worker: one at work, one waiting, so memory does not grow with the input."""
+
+
+PARENT_POLL_SECONDS = 0.2
+
+
+class WorkerDied(PadfreeError):
+    """A worker process ended without an answer."""
+
+
+def start_method() -> str:
+    """How workers start: fork where it is safe, as it shares the tokenizer and needs no `__main__` guard."""
+    return "fork" if sys.platform == "linux" else "spawn"
+
+
+def map_in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], *, workers: int
+) -> Iterator[Result]:
+    """Like `map`, with the calls in `workers` processes; one worker means this process.
+
+    Args:
+        function: Handed once to each worker; picklable where they are spawned.
+        items: Read no further ahead than the workers need.
+        workers: Number of processes, at least 1.
+
+    Raises:
+        WorkerDied: killed from outside, most often for lack of memory.
+    """
+    if workers == 1:
+        yield from map(function, items)
+        return
+    with _one_thread_in_tokenizers(), _pool(function, workers=workers) as pool:
+        pending: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                pending.append(pool.submit(_call, item))
+                if len(pending) > CHUNKS_AHEAD * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool:
+            raise WorkerDied(
+                f"one of the {workers} worker processes died, most often for lack of memory; "
+                "nothing was written: try fewer --workers"
+            ) from None
+
+
+@contextmanager
+def _pool(function: Callable[[Any], Any], *, workers: int) -> Iterator[ProcessPoolExecutor]:
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context(start_method()),
+        initializer=_start_worker,
+        initargs=(function, os.getpid()),
+    )
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _one_thread_in_tokenizers() -> Iterator[None]:
+    """Workers inherit it: their threads would fight for the same cores, and a fork after threads warns."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+_function: Callable[[Any], Any]  # in a worker, what it was started for
+
+
+def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
+    global _function
+    _function = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Ends this worker when its parent is gone.
+
+    A parent that is killed can't say goodbye, and the worker's read on the queue would wait for ever,
+    since the other workers hold the queue's other end; and the output's lock with it.
+    """
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os._exit(1)
+
+
+def _call(item: Any) -> Any:
+    return _function(item)

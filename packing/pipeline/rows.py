@@ -1,0 +1,198 @@
+"""What a worker does: a chunk of raw rows becomes arrays, and every row is accounted for.
+
+    Chunk -> parse -> normalise -> encode -> fit -> EncodedChunk
+
+Nothing here knows of other chunks, so the result is the same in any process and in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing.chat import ChatEncoder
+from packing.errors import OptionError, RowRejected
+from packing.example import Conversation, Example, Overflow, fit
+from packing.formats import FormatOptions, normalise
+from packing.pipeline.clock import Clock
+from packing.pipeline.store import EXAMPLE, to_bytes
+from packing.sources import Chunk
+
+DETAIL_CHARACTERS = 300
+"""A detail is there to act on, not to read the row again."""
+
+
+class Place(NamedTuple):
+    """Where a row comes from."""
+
+    input: int
+    line: int
+    record: int
+
+
+class Reject(NamedTuple):
+    """A row that can't be used or, with `turn` at least 0, one turn of a row that is packed without it."""
+
+    place: Place
+    turn: int
+    reason: str
+    detail: str
+    tokens: int  # 0 where the row had none yet
+
+
+@dataclass(kw_only=True)
+class EncodedChunk:
+    """A chunk's examples as bytes and arrays: Python objects for each token would cost 10 times as much.
+
+    Attributes:
+        tokens: `to_bytes` of each example, one after the other.
+        examples: EXAMPLE[n], in input order.
+        rejects: In input order.
+        rows: Records in the chunk, good and bad.
+        rows_held_out: Those with examples in the eval part.
+        cut: Tokens cut off by overflow "truncate".
+        notes: For each normalisation, the number of packed rows to which it was applied.
+        seconds: Time spent in each stage.
+    """
+
+    tokens: bytes
+    examples: NDArray[np.void]
+    rejects: list[Reject]
+    rows: int
+    rows_held_out: int
+    cut: int
+    notes: Counter[str]
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowEncoder:
+    """Raw rows to token arrays; handed once to each worker.
+
+    Attributes:
+        inputs: The sources' names, for errors.
+        eval_fraction: The part of the conversations that goes to the eval part.
+        seed: Chooses which ones.
+    """
+
+    encoder: ChatEncoder
+    formats: FormatOptions
+    inputs: Sequence[str]
+    capacity: int
+    overflow: Overflow
+    eval_fraction: float
+    seed: int
+
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
+        """Parses, normalises, encodes and fits each row of the chunk.
+
+        Raises:
+            OptionError: an example is too long and `overflow` is "error".
+        """
+        clock = Clock()
+        records = list(chunk.records())
+        clock.lap("parse")
+        conversations = [self._normalise(record) for _, _, record in records]
+        clock.lap("normalise")
+        encoded = self._encode(conversations)
+        clock.lap("encode")
+        rows = _Rows()
+        for (line, record, _), conversation, outcome in zip(records, conversations, encoded, strict=True):
+            place = Place(chunk.source, line, record)
+            if isinstance(outcome, RowRejected) or isinstance(conversation, RowRejected):
+                assert isinstance(outcome, RowRejected)
+                rows.reject(place, outcome, tokens=0)
+            else:
+                self._fit(place, conversation, outcome, rows=rows)
+        clock.lap("fit")
+        rows.notes.update(chunk.notes)
+        return rows.finish(count=len(records), seconds=clock.seconds)
+
+    def _normalise(self, record: Mapping[str, Any] | RowRejected) -> Conversation | RowRejected:
+        if isinstance(record, RowRejected):
+            return record
+        try:
+            return normalise(record, options=self.formats)
+        except RowRejected as error:
+            return error
+
+    def _encode(
+        self, conversations: Sequence[Conversation | RowRejected]
+    ) -> list[list[Example] | RowRejected]:
+        """The conversations' examples in one batch; rejections stay where they are."""
+        good = [item for item in conversations if isinstance(item, Conversation)]
+        encoded = iter(self.encoder.encode_many(good))
+        return [next(encoded) if isinstance(item, Conversation) else item for item in conversations]
+
+    def _fit(
+        self, place: Place, conversation: Conversation, examples: Sequence[Example], *, rows: _Rows
+    ) -> None:
+        """Adds a row's examples as they enter the bins, and those that can't as rejects."""
+        fitting: list[Example] = []
+        unfit: list[tuple[Example, RowRejected]] = []
+        for example in examples:
+            try:
+                fitting.append(fit(example, capacity=self.capacity, overflow=self.overflow))
+            except RowRejected as error:
+                unfit.append((example, error))
+            except OptionError as error:
+                raise OptionError(f"{self.inputs[place.input]}:{place.line}: {error}") from None
+        if not fitting:
+            rows.reject(place, unfit[0][1], tokens=sum(map(len, examples)))
+            return
+        for example, why in unfit:
+            rows.reject(place, why, tokens=len(example), turn=example.turn)
+        dropped = sum(len(example) for example, _ in unfit)
+        rows.cut += sum(map(len, examples)) - dropped - sum(map(len, fitting))
+        rows.accept(place, fitting, held_out=self._held_out(examples))
+        rows.notes.update({*conversation.notes, *(note for example in fitting for note in example.notes)})
+
+    def _held_out(self, examples: Sequence[Example]) -> bool:
+        """Whether a conversation is for the eval part: by its tokens, so its duplicates go with it."""
+        if not self.eval_fraction:
+            return False
+        digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
+        for example in examples:
+            digest.update(example.input_ids.tobytes())
+        return int.from_bytes(digest.digest(), "big") < self.eval_fraction * 2**64
+
+
+@dataclass
+class _Rows:
+    """The rows of a chunk, as they are accepted and rejected."""
+
+    tokens: list[bytes] = field(default_factory=list)
+    examples: list[tuple[int | bool, ...]] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    held_out: int = 0
+    cut: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def accept(self, place: Place, examples: Sequence[Example], *, held_out: bool) -> None:
+        self.held_out += held_out
+        for example in examples:
+            self.tokens.append(to_bytes(example))
+            self.examples.append((*place, example.turn, len(example), example.supervised, held_out))
+
+    def reject(self, place: Place, error: RowRejected, *, tokens: int, turn: int = -1) -> None:
+        # A detail can quote the row: keep it to one line of valid UTF-8.
+        detail = " ".join(error.detail.encode("utf-8", "replace").decode().split())[:DETAIL_CHARACTERS]
+        self.rejects.append(Reject(place, turn, error.reason.value, detail, tokens))
+
+    def finish(self, *, count: int, seconds: Mapping[str, float]) -> EncodedChunk:
+        return EncodedChunk(
+            tokens=b"".join(self.tokens),
+            examples=np.array(self.examples, EXAMPLE),
+            rejects=self.rejects,
+            rows=count,
+            rows_held_out=self.held_out,
+            cut=self.cut,
+            notes=self.notes,
+            seconds=seconds,
+        )
