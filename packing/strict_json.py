@@ -1,4 +1,4 @@
-"""JSON as the standard means it: what other readers let pass in silence is a rejection here.
+r"""JSON as the standard means it: what other readers let pass in silence is a rejection here.
 
 orjson is fast, but keeps the last of two equal keys and turns whole numbers beyond 64 bits into floats;
 the standard library reads NaN. A text on which they could differ is read once more, slowly:
@@ -7,7 +7,7 @@ the standard library reads NaN. A text on which they could differ is read once m
     {"a": NaN}            rejected
     {"a": 1e999}          rejected, since it would become infinity
     {"id": 18446744073709551616}   the exact whole number
-    {"a": "\\ud83d"}       the lone surrogate is kept: what to do with it is the formats' policy
+    {"a": "\ud83d"}        the lone surrogate is kept: what to do with it is the formats' policy
 """
 
 from __future__ import annotations

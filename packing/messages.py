@@ -1,0 +1,355 @@
+r"""One message, one tool call, one tool: whatever it is called out there, what it is called from here on.
+
+    {"from": "function_call", "value": '{"name": "f", "arguments": "{\"x\": 1}"}'}
+        -> {"role": "assistant", "content": "", "tool_calls": [
+               {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+
+Which messages a record has, and what may follow what, is `formats.py`'s concern.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from packing.errors import Reason, RowRejected
+from packing.strict_json import loads
+
+ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "ipython", "function"), "tool"),
+    **dict.fromkeys(("tool_response", "tool_result", "function_response"), "tool"),
+}
+"""What roles are called (in lower case, with `_` for `-` and blanks) and what they become."""
+
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles whose text is the JSON of a call, or of a list of calls."""
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+WEIGHTS = ("weight", "loss_weight", "train", "training", "loss")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+KNOWN = {"role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id"}.union(
+    REASONING, WEIGHTS
+)
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+MAX_DEPTH = 64
+"""Tools and arguments nested deeper are rejected: none are, and templates recurse on them."""
+
+
+class Note(StrEnum):
+    """What was changed in a record that was accepted: the closed list of `Conversation.notes`."""
+
+    ARGUMENTS_EMPTY = "tool_arguments_empty"  # null, missing or "" became {}
+    ARGUMENTS_PARSED = "tool_arguments_parsed"  # JSON text became an object
+    CALL_CONVERTED = "tool_call_converted"  # function_call, a call as text, or one without "function"
+    CONTENT_NULL = "content_null"  # null or missing content became ""
+    EMPTY_TURN_MASKED = "empty_turn_masked"  # an empty turn stays and is not trained
+    FIELDS_IGNORED = "message_fields_ignored"  # a message had fields that no template reads
+    FIRST_LABEL_IGNORED = "first_label_ignored"  # a tokenized row trained its first token
+    INPUT_JOINED = "input_joined"  # Alpaca's input follows the instruction and an empty line
+    MESSAGES_PARSED = "messages_parsed"  # messages or history were JSON text
+    MESSAGES_TRANSPOSED = "messages_transposed"  # an object of lists became a list of objects
+    PARTS_JOINED = "content_parts_joined"
+    REASONING_RENAMED = "reasoning_renamed"  # reasoning, thinking or a part became reasoning_content
+    ROLE_MAPPED = "role_mapped"
+    SURROGATE_REPLACED = "surrogate_replaced"
+    SYSTEM_FOLDED = "system_folded"
+    TEXT_COLUMN_IGNORED = "text_column_ignored"  # text beside a conversation: its render
+    TOOLS_CONVERTED = "tools_converted"  # JSON text, or schemas without {"type": "function"} around them
+    TRAILING_TURNS_TRIMMED = "trailing_turns_trimmed"
+    TURNS_MERGED = "turns_merged"
+
+
+def only(fields: Mapping[str, Any], names: Iterable[str], *, reason: Reason, where: str = "") -> Any:
+    """The value under one of several names for the same thing; None where there is none.
+
+    Raises:
+        RowRejected: two of the names hold different values; none and "" differ from nothing.
+    """
+    given = [name for name in names if fields.get(name) is not None]
+    if len(given) < 2:
+        return fields[given[0]] if given else None
+    first, *others = [name for name in given if fields[name] != ""] or given
+    for name in others:
+        if fields[name] != fields[first]:
+            raise RowRejected(reason, f"{where}{first} and {name} differ: which one holds?")
+    return fields[first]
+
+
+def parse(text: str, *, reason: Reason, where: str) -> Any:
+    """JSON text within a record.
+
+    Raises:
+        RowRejected: it is no JSON.
+    """
+    try:
+        return loads(text)
+    except RowRejected as rejected:
+        raise RowRejected(reason, f"{where} is no JSON: {rejected.detail}") from None
+
+
+def read_message(
+    raw: Any, *, where: str, roles: Mapping[str, str], notes: list[str]
+) -> tuple[dict[str, Any], bool | None]:
+    """The message as `Conversation` has it, and its weight as a truth value, None without one.
+
+    Args:
+        raw: What the record holds.
+        where: Its place in the record, for details: "messages[3]".
+        roles: Roles to know besides `ROLES`.
+        notes: Gets the normalisations.
+
+    Raises:
+        RowRejected: no or an unknown role, content that is not text, bad calls, a bad weight.
+    """
+    if not isinstance(raw, Mapping):
+        raise RowRejected(Reason.BAD_MESSAGE, f"{where} is {type(raw).__name__}, not a message")
+    if ignored := raw.keys() - KNOWN:
+        _check_ignored(raw, ignored, where, notes)
+    said = only(raw, ("role", "from"), reason=Reason.BAD_MESSAGE, where=f"{where}: ")
+    role, holds_calls = _role(said, where, roles, notes)
+    content = only(raw, ("content", "value"), reason=Reason.BAD_MESSAGE, where=f"{where}: ")
+    reasoning = only(raw, REASONING, reason=Reason.BAD_MESSAGE, where=f"{where}: ")
+    calls = _as_calls(raw.get("tool_calls"), where, notes)
+    if raw.get("function_call") is not None:
+        notes.append(Note.CALL_CONVERTED)
+        calls = [*calls, raw["function_call"]]
+    if holds_calls:
+        calls = [*calls, *_as_calls(content, where, notes)]
+        content = ""
+    elif content is None:
+        content = ""
+        notes.append(Note.CONTENT_NULL)
+    elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        content, thought, part_calls = _parts(content, where, notes)
+        calls = [*calls, *part_calls]
+        if reasoning and thought:
+            raise RowRejected(Reason.BAD_MESSAGE, f"{where} has reasoning both in a part and in a field")
+        reasoning = reasoning or thought
+    if not isinstance(content, str):
+        raise RowRejected(
+            Reason.BAD_MESSAGE, f"{where} has content of type {type(content).__name__}, not text"
+        )
+    message: dict[str, Any] = {"role": role, "content": content}
+    if reasoning:
+        message["reasoning_content"] = _own_text(reasoning, f"{where}: reasoning")
+        if raw.get("reasoning_content") is None:
+            notes.append(Note.REASONING_RENAMED)
+    if calls:
+        message["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{n}]", notes) for n, call in enumerate(calls)
+        ]
+    if role != "assistant" and (reasoning or calls):
+        raise RowRejected(Reason.BAD_MESSAGE, f"{where} has reasoning or tool calls, but is a {role} turn")
+    for name in ("name", "tool_call_id"):
+        if raw.get(name) is not None:
+            message[name] = _own_text(raw[name], f"{where}: {name}")
+    return message, _weight(raw, where)
+
+
+def _role(said: Any, where: str, roles: Mapping[str, str], notes: list[str]) -> tuple[str, bool]:
+    """(the role, whether the content holds calls)."""
+    if not isinstance(said, str):
+        raise RowRejected(Reason.BAD_MESSAGE, f"{where} has no role")
+    if said in ("user", "assistant", "system", "tool") and said not in roles:
+        return said, False
+    key = said.strip().lower().replace("-", "_").replace(" ", "_")
+    role = roles.get(said) or ROLES.get(key)
+    if role is None:
+        raise RowRejected(Reason.UNKNOWN_ROLE, f"{where} has the role {said[:40]!r}")
+    notes.append(Note.ROLE_MAPPED)
+    return role, key in CALL_ROLES and said not in roles
+
+
+def _check_ignored(raw: Mapping[str, Any], ignored: set[str], where: str, notes: list[str]) -> None:
+    """Fields that no template reads are dropped with a note, unless they hold what should be trained on."""
+    filled = {name for name in ignored if raw[name] not in (None, "", [], {})}
+    if media := filled.intersection(MEDIA):
+        raise RowRejected(Reason.BAD_MESSAGE, f"{where} has {min(media)}; only text can be packed")
+    if "tools" in filled:
+        raise RowRejected(Reason.BAD_TOOLS, f"{where} has tools; they belong beside the messages")
+    if "train_detail" in filled:
+        raise RowRejected(
+            Reason.BAD_WEIGHT, f"{where} has train_detail; a turn is trained whole or not at all"
+        )
+    if filled:
+        notes.append(Note.FIELDS_IGNORED)
+
+
+def _own_text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise RowRejected(Reason.BAD_MESSAGE, f"{where} is {type(value).__name__}, not text")
+    return value
+
+
+def _parts(parts: Sequence[Any], where: str, notes: list[str]) -> tuple[str, str, list[Any]]:
+    """(text, reasoning, calls) of content given in parts: in this order alone a message can say it."""
+    kinds = {"reasoning": 0, "thinking": 0, "text": 1, "tool_call": 2}
+    texts: tuple[list[str], list[str]] = ([], [])
+    calls: list[Any] = []
+    last = 0
+    for number, part in enumerate(parts):
+        place = f"{where}.content[{number}]"
+        said = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        kind = kinds.get(said) if isinstance(said, str) else None
+        if kind is None or not isinstance(part, Mapping):
+            raise RowRejected(
+                Reason.BAD_MESSAGE, f"{place} is of type {str(said)[:40]!r}; only text can be packed"
+            )
+        if kind < last:
+            raise RowRejected(Reason.BAD_MESSAGE, f"{place}: {said} comes too late; a template would move it")
+        last = kind
+        value = only(part, ("value", "text", *REASONING), reason=Reason.BAD_MESSAGE, where=f"{place}: ")
+        if kind == 2:
+            calls += _as_calls(value, place, notes)
+        else:
+            texts[kind].append(_own_text(value, place))
+    notes.append(Note.PARTS_JOINED)
+    return "".join(texts[1]), "".join(texts[0]), calls
+
+
+def _as_calls(value: Any, where: str, notes: list[str]) -> list[Any]:
+    """A list of calls from none, one or several, as JSON or as its text."""
+    if isinstance(value, str) and value.strip():
+        value = parse(value, reason=Reason.BAD_TOOLS, where=f"{where}: the call")
+        notes.append(Note.CALL_CONVERTED)
+    if not value:
+        return []
+    if isinstance(value, Mapping):
+        return [value]
+    if not isinstance(value, list | tuple):
+        raise RowRejected(Reason.BAD_TOOLS, f"{where}: a call is an object, not {type(value).__name__}")
+    return list(value)
+
+
+def _call(raw: Any, where: str, notes: list[str]) -> dict[str, Any]:
+    """`{"type": "function", "function": {"name": text, "arguments": object}}`, and the id if there is one."""
+    if isinstance(raw, str):
+        raw = parse(raw, reason=Reason.BAD_TOOLS, where=where)
+        notes.append(Note.CALL_CONVERTED)
+    function, rest = _function(raw, where)
+    if function is raw:
+        notes.append(Note.CALL_CONVERTED)
+    arguments = only(function, ("arguments", "parameters"), reason=Reason.BAD_TOOLS, where=f"{where}: ")
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = parse(arguments, reason=Reason.BAD_TOOLS, where=f"{where}: arguments")
+        notes.append(Note.ARGUMENTS_PARSED)
+    elif arguments is None or isinstance(arguments, str):
+        arguments = {}
+        notes.append(Note.ARGUMENTS_EMPTY)
+    if not isinstance(arguments, Mapping):
+        kind = type(arguments).__name__
+        raise RowRejected(Reason.BAD_TOOLS, f"{where}: arguments are of type {kind}, not an object")
+    if any(raw[name] is not None for name in rest - {"id", "index"}):
+        notes.append(Note.FIELDS_IGNORED)
+    call: dict[str, Any] = {"type": "function"}
+    if raw.get("id") is not None:
+        call["id"] = _own_text(raw["id"], f"{where}: id")
+    return call | {"function": {"name": function["name"], "arguments": dict(arguments)}}
+
+
+def _function(raw: Any, where: str) -> tuple[Mapping[str, Any], set[str]]:
+    """(the part of a call or tool that has its name, the outer keys that are not understood)."""
+    if not isinstance(raw, Mapping):
+        raise RowRejected(Reason.BAD_TOOLS, f"{where} is {type(raw).__name__}, not an object")
+    if raw.get("type") not in (None, "function"):
+        raise RowRejected(Reason.BAD_TOOLS, f"{where} is of type {str(raw['type'])[:40]!r}, not a function")
+    function = raw.get("function")
+    if function is None:
+        function = raw
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RowRejected(Reason.BAD_TOOLS, f"{where} has no function name")
+    known = {"type", "function"} if function is not raw else {"type", "name", "arguments", "parameters"}
+    return function, raw.keys() - known
+
+
+def read_tools(value: Any, *, notes: list[str]) -> list[dict[str, Any]] | None:
+    """The tools on offer as `{"type": "function", "function": schema}`; None for null, [] and "".
+
+    Raises:
+        RowRejected: no JSON, no list, or a tool without a name.
+    """
+    if isinstance(value, str):
+        value = parse(value, reason=Reason.BAD_TOOLS, where="tools") if value.strip() else None
+        notes.append(Note.TOOLS_CONVERTED)
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise RowRejected(Reason.BAD_TOOLS, f"tools are of type {type(value).__name__}, not a list")
+    return [_tool(tool, f"tools[{number}]", notes) for number, tool in enumerate(value)] or None
+
+
+def _tool(raw: Any, where: str, notes: list[str]) -> dict[str, Any]:
+    if isinstance(raw, str):
+        raw = parse(raw, reason=Reason.BAD_TOOLS, where=where)
+        notes.append(Note.TOOLS_CONVERTED)
+    function, _ = _function(raw, where)
+    if function is not raw:
+        return {"type": "function", **raw}
+    notes.append(Note.TOOLS_CONVERTED)
+    return {"type": "function", "function": {name: value for name, value in raw.items() if name != "type"}}
+
+
+def _weight(raw: Mapping[str, Any], where: str) -> bool | None:
+    if raw.keys().isdisjoint(WEIGHTS):
+        return None
+    weight = only(raw, WEIGHTS, reason=Reason.BAD_WEIGHT, where=f"{where}: ")
+    if weight is None:
+        return None
+    if not isinstance(weight, bool | int | float) or weight not in (0, 1):
+        raise RowRejected(
+            Reason.BAD_WEIGHT, f"{where} has the weight {str(weight)[:40]!r}; it must be 0 or 1"
+        )
+    return bool(weight)
+
+
+def clean(value: Any, *, replace: bool, notes: list[str]) -> Any:
+    """The value itself, where JSON in UTF-8 can say it.
+
+    Args:
+        value: Text, messages or tools.
+        replace: Makes each surrogate without its other half U+FFFD, instead of rejecting the row.
+        notes: Gets the normalisations.
+
+    Raises:
+        RowRejected: a lone surrogate, or tools and arguments that are no JSON or nested too deeply.
+    """
+    if not _has_surrogate(value, depth=0):
+        return value
+    if not replace:
+        raise RowRejected(Reason.LONE_SURROGATE, "text has half of a surrogate pair, which is no character")
+    notes.append(Note.SURROGATE_REPLACED)
+    return _mended(value)
+
+
+def _has_surrogate(value: Any, *, depth: int) -> bool:
+    kind = type(value)
+    if kind is str:
+        return not value.isascii() and _SURROGATE.search(value) is not None
+    if value is None or kind is bool or kind is int or (kind is float and math.isfinite(value)):
+        return False
+    if depth > MAX_DEPTH:
+        raise RowRejected(Reason.BAD_TOOLS, f"tools or arguments are nested more than {MAX_DEPTH} deep")
+    if kind is list:
+        return True in [_has_surrogate(item, depth=depth + 1) for item in value]
+    if kind is dict and all(type(key) is str for key in value):
+        return True in [_has_surrogate(item, depth=depth + 1) for item in (*value, *value.values())]
+    raise RowRejected(Reason.BAD_TOOLS, f"tools or arguments hold {str(value)[:40]!r}, which is no JSON")
+
+
+def _mended(value: Any) -> Any:
+    if isinstance(value, str):  # UTF-16 joins the halves that belong together
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, list):
+        return [_mended(item) for item in value]
+    if isinstance(value, dict):
+        return {_mended(key): _mended(item) for key, item in value.items()}
+    return value
