@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from training.kernels import convolution, recurrence
+from training.kernels.contract import KernelError
 
 # Layer class -> its modelling file's globals that mix tokens -> what they compute. `UNFUSED` is the Mamba-2
 # short cut from projection to output in one kernel: returning None from it makes the layer go the long way.
@@ -46,6 +47,8 @@ class Family:
         model_type: Of its configuration.
         mixes: How its layers mix tokens, for the table.
         tiny: Arguments of a configuration small enough for a CPU.
+        heads: Arguments on top of `tiny` with head sizes as published models have them, which is what
+            the kernels of CUDA are made for.
         experts: Whether it routes tokens to experts.
     """
 
@@ -54,6 +57,7 @@ class Family:
     model_type: str
     mixes: str
     tiny: Mapping[str, Any] = field(repr=False)
+    heads: Mapping[str, Any] = field(repr=False)
     experts: bool = False
 
 
@@ -89,108 +93,85 @@ _NEMOTRON = {
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 
 
-def _family(
-    name: str,
-    architecture: str,
-    model_type: str,
-    mixes: str,
-    tiny: Mapping[str, Any],
-    *,
-    experts: bool = False,
-) -> Family:
-    return Family(
-        name=name, architecture=architecture, model_type=model_type, mixes=mixes, tiny=tiny, experts=experts
-    )
-
+_WIDE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+_GDN_HEADS = {**_WIDE, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256}
+_OLMO_HEADS = {**_WIDE, "linear_key_head_dim": 96, "linear_value_head_dim": 192, "hidden_size": 512}
+_KIMI_HEADS = {
+    **_WIDE, "linear_head_dim": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+}  # fmt: skip
+_MAMBA_HEADS = {
+    **_WIDE, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 256,
+}  # fmt: skip
+_NEMOTRON_HEADS = {**_WIDE, "head_dim": 128, "ssm_state_size": 128, "mamba_head_dim": 64, "chunk_size": 128}
+_HEAD_64, _HEAD_128, _HEAD_256 = ({**_WIDE, "head_dim": size} for size in (64, 128, 256))
+_WINDOW_1024 = {"sliding_window": 1024}
 
 _GDN = "gated delta net, attention"
 _SSD = "Mamba-2, attention"
 _SWA = "attention with sliding window"
-FAMILIES = (
-    _family("Qwen3.5", "Qwen3_5ForCausalLM", "qwen3_5_text", _GDN, {**_HYBRID, "head_dim": 8}),
-    _family(
-        "Qwen3.5, multimodal class with text",
-        "Qwen3_5ForConditionalGeneration",
-        "qwen3_5",
-        _GDN,
-        {"text_config": {**_HYBRID, "head_dim": 8}, "vision_config": _VISION},
+_MULTIMODAL = {"text_config": {**_HYBRID, "head_dim": 8}, "vision_config": _VISION}
+_MULTIMODAL_EXPERTS = {"text_config": {**_HYBRID, **_SHARED}, "vision_config": _VISION}
+_GRANITE = {
+    **_MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4, "shared_intermediate_size": 16,
+}  # fmt: skip
+_LFM2 = {**_TWO, "layer_types": ["conv", "full_attention"]}
+_GPT_OSS = {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}
+_TABLE: tuple[tuple[str, str, str, str, Mapping[str, Any], Mapping[str, Any]], ...] = (
+    ("Qwen3.5", "Qwen3_5ForCausalLM", "qwen3_5_text", _GDN, {**_HYBRID, "head_dim": 8}, _GDN_HEADS),
+    (
+        "Qwen3.5, multimodal class with text", "Qwen3_5ForConditionalGeneration", "qwen3_5", _GDN,
+        _MULTIMODAL, {"text_config": {**_MULTIMODAL["text_config"], **_GDN_HEADS}},
     ),
-    _family(
-        "Qwen3.5-MoE", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _GDN, {**_HYBRID, **_SHARED}, experts=True
+    ("Qwen3.5-MoE", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _GDN, {**_HYBRID, **_SHARED}, _GDN_HEADS),
+    (
+        "Qwen3.5-MoE, multimodal class with text", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", _GDN,
+        _MULTIMODAL_EXPERTS, {"text_config": {**_MULTIMODAL_EXPERTS["text_config"], **_GDN_HEADS}},
     ),
-    _family(
-        "Qwen3.5-MoE, multimodal class with text",
-        "Qwen3_5MoeForConditionalGeneration",
-        "qwen3_5_moe",
-        _GDN,
-        {"text_config": {**_HYBRID, **_SHARED}, "vision_config": _VISION},
-        experts=True,
+    ("Qwen3-Next", "Qwen3NextForCausalLM", "qwen3_next", _GDN, {**_HYBRID, **_SHARED}, _GDN_HEADS),
+    ("OLMo-hybrid", "OlmoHybridForCausalLM", "olmo_hybrid", _GDN, _HYBRID, _OLMO_HEADS),
+    (
+        "Kimi-linear", "KimiLinearForCausalLM", "kimi_linear", "Kimi delta attention, latent attention",
+        _KIMI, _KIMI_HEADS,
     ),
-    _family("Qwen3-Next", "Qwen3NextForCausalLM", "qwen3_next", _GDN, {**_HYBRID, **_SHARED}, experts=True),
-    _family("OLMo-hybrid", "OlmoHybridForCausalLM", "olmo_hybrid", _GDN, _HYBRID),
-    _family(
-        "Kimi-linear",
-        "KimiLinearForCausalLM",
-        "kimi_linear",
-        "Kimi delta attention, latent attention",
-        _KIMI,
-        experts=True,
+    ("Bamba", "BambaForCausalLM", "bamba", _SSD, {**_MAMBA, "attn_layer_indices": [1]}, _MAMBA_HEADS),
+    (
+        "Falcon-H1", "FalconH1ForCausalLM", "falcon_h1", _SSD,
+        {**_MAMBA, "mamba_d_ssm": 64}, {**_MAMBA_HEADS, "mamba_d_ssm": 512},
     ),
-    _family("Bamba", "BambaForCausalLM", "bamba", _SSD, {**_MAMBA, "attn_layer_indices": [1]}),
-    _family("Falcon-H1", "FalconH1ForCausalLM", "falcon_h1", _SSD, {**_MAMBA, "mamba_d_ssm": 64}),
-    _family(
-        "Granite-MoE-hybrid",
-        "GraniteMoeHybridForCausalLM",
-        "granitemoehybrid",
-        _SSD,
-        {
-            **_MAMBA,
-            "layer_types": ["mamba", "attention"],
-            "num_local_experts": 4,
-            "shared_intermediate_size": 16,
-        },
-        experts=True,
+    (
+        "Granite-MoE-hybrid", "GraniteMoeHybridForCausalLM", "granitemoehybrid", _SSD, _GRANITE, _MAMBA_HEADS,
     ),
-    _family("Nemotron-H", "NemotronHForCausalLM", "nemotron_h", _SSD, _NEMOTRON, experts=True),
-    _family(
-        "LFM2",
-        "Lfm2ForCausalLM",
-        "lfm2",
-        "short convolution, attention",
-        {**_TWO, "layer_types": ["conv", "full_attention"]},
+    ("Nemotron-H", "NemotronHForCausalLM", "nemotron_h", _SSD, _NEMOTRON, _NEMOTRON_HEADS),
+    ("LFM2", "Lfm2ForCausalLM", "lfm2", "short convolution, attention", _LFM2, _WIDE),
+    (
+        "LFM2-MoE", "Lfm2MoeForCausalLM", "lfm2_moe", "short convolution, attention",
+        {**_LFM2, **_EXPERTS, "num_dense_layers": 1}, _WIDE,
     ),
-    _family(
-        "LFM2-MoE",
-        "Lfm2MoeForCausalLM",
-        "lfm2_moe",
-        "short convolution, attention",
-        {**_TWO, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
-        experts=True,
+    ("Llama", "LlamaForCausalLM", "llama", "attention", _TWO, _HEAD_128),
+    ("Qwen2", "Qwen2ForCausalLM", "qwen2", "attention", _TWO, _WIDE),
+    ("Qwen3", "Qwen3ForCausalLM", "qwen3", "attention", {**_TWO, "head_dim": 8}, _HEAD_128),
+    (
+        "Qwen3-MoE", "Qwen3MoeForCausalLM", "qwen3_moe", "attention", {**_TWO, **_EXPERTS, "head_dim": 8},
+        _HEAD_128,
     ),
-    _family("Llama", "LlamaForCausalLM", "llama", "attention", _TWO),
-    _family("Qwen2", "Qwen2ForCausalLM", "qwen2", "attention", _TWO),
-    _family("Qwen3", "Qwen3ForCausalLM", "qwen3", "attention", {**_TWO, "head_dim": 8}),
-    _family(
-        "Qwen3-MoE",
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        "attention",
-        {**_TWO, **_EXPERTS, "head_dim": 8},
-        experts=True,
+    ("Gemma 3", "Gemma3ForCausalLM", "gemma3_text", _SWA, _ALTERNATING, {**_HEAD_256, **_WINDOW_1024}),
+    ("Mistral", "MistralForCausalLM", "mistral", _SWA, _WINDOW, {**_HEAD_128, **_WINDOW_1024}),
+    (
+        "gpt-oss", "GptOssForCausalLM", "gpt_oss", "attention with sliding window and sinks",
+        _GPT_OSS, _HEAD_64,
     ),
-    _family("Gemma 3", "Gemma3ForCausalLM", "gemma3_text", _SWA, _ALTERNATING),
-    _family("Mistral", "MistralForCausalLM", "mistral", _SWA, _WINDOW),
-    _family(
-        "gpt-oss",
-        "GptOssForCausalLM",
-        "gpt_oss",
-        "attention with sliding window and sinks",
-        {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
-        experts=True,
-    ),
-    _family("Phi", "PhiForCausalLM", "phi", "attention", _TWO),
-    _family("Phi-3", "Phi3ForCausalLM", "phi3", "attention", _TWO),
-)
+    ("Phi", "PhiForCausalLM", "phi", "attention", _TWO, {**_WIDE, "hidden_size": 320}),
+    ("Phi-3", "Phi3ForCausalLM", "phi3", "attention", _TWO, {**_WIDE, "hidden_size": 384}),
+)  # fmt: skip
+_ROUTED = {"Kimi-linear", "Granite-MoE-hybrid", "Nemotron-H", "gpt-oss"}
+FAMILIES = tuple(
+    Family(
+        name=name, architecture=architecture, model_type=model_type, mixes=mixes, tiny=tiny, heads=heads,
+        experts="MoE" in name or "Next" in name or name in _ROUTED,
+    )
+    for name, architecture, model_type, mixes, tiny, heads in _TABLE
+)  # fmt: skip
 ARCHITECTURES = frozenset(family.architecture for family in FAMILIES)
 
 
@@ -200,7 +181,48 @@ def build(config: Any, architecture: str, *, seed: int = 0) -> Any:
     return getattr(transformers, architecture)(config).eval()
 
 
-def tiny(family: Family, *, seed: int = 0) -> Any:
-    """The family's tiny model with random weights, in evaluation mode."""
-    config = transformers.AutoConfig.for_model(family.model_type, **family.tiny)
+def tiny(family: Family, *, seed: int = 0, real_heads: bool = False) -> Any:
+    """The family's tiny model with random weights, in evaluation mode; its heads tiny or as published."""
+    arguments = {**family.tiny, **family.heads} if real_heads else family.tiny
+    config = transformers.AutoConfig.for_model(family.model_type, **arguments)
     return build(config, family.architecture, seed=seed)
+
+
+def few_layers(config: Any) -> Any:
+    """A configuration of the same widths with the fewest first layers that hold every kind of layer.
+
+    The vocabulary is cut to 1,024 words and vision to one layer: neither mixes text tokens.
+    """
+    values = config.to_dict()
+    text = values.get("text_config", values)
+    text |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    text["vocab_size"] = min(text["vocab_size"], 1024)
+    layers = config.get_text_config().num_hidden_layers
+    lists = [key for key, value in text.items() if isinstance(value, list) and len(value) == layers]
+    kinds = list(zip(*(map(str, text[key]) for key in lists), strict=True)) or [()] * layers
+    count = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))
+    if indices := text.get("attn_layer_indices"):
+        count = max(count, indices[0] + 1)
+        text["attn_layer_indices"] = [index for index in indices if index < count]
+    text |= {key: text[key][:count] for key in lists}
+    if "num_hidden_layers" in text:  # Nemotron-H counts its list instead
+        text["num_hidden_layers"] = count
+    if "vision_config" in values:
+        values["vision_config"] |= {"depth": 1, "deepstack_visual_indexes": []}
+    return type(config).from_dict(values)
+
+
+def architecture_of(config: Any) -> str:
+    """The model class that a configuration asks for, or the family's for its model type.
+
+    Raises:
+        KernelError: no class that is proven isolated.
+    """
+    for name in config.architectures or ():
+        if name in ARCHITECTURES:
+            return str(name)
+    for family in FAMILIES:
+        if family.model_type == config.model_type:
+            return family.architecture
+    known = ", ".join(sorted({family.model_type for family in FAMILIES}))
+    raise KernelError(f"model type {config.model_type!r} is not among those proven isolated ({known})")
