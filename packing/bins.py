@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 Order = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_compiled = cast(Callable[[_F], _F], njit(cache=True))
+_compiled = cast(Callable[[_F], _F], njit(cache=True, error_model="numpy"))
 
 _U = np.uint64
 _GOLDEN, _MIX_1, _MIX_2 = _U(0x9E3779B97F4A7C15), _U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB)
@@ -32,7 +32,9 @@ _BIT_OF = np.zeros(64, np.int64)
 for _bit in range(64):
     _BIT_OF[((_DE_BRUIJN << _bit) & (2**64 - 1)) >> 58] = _bit
 
-# The columns of the node table in `best_fit_decreasing`.
+_BLOCK = 256  # examples that keep their order in `_sort_by_length`; 1 would miss the cache each time
+
+# Rows of the node table in `best_fit_decreasing`.
 _LENGTH, _TIMES, _PARENT, _NEXT, _BINS = range(5)
 
 
@@ -55,21 +57,41 @@ def _shuffle(array: Any, start: int, end: int, seed: Any) -> None:
 
 
 @_compiled
-def _sort_by_length(lengths: Any, capacity: int, seed: Any) -> Any:
-    """Positions by length, those of equal length in seeded order: int32[n], starts int64[capacity + 2]."""
-    starts = np.zeros(capacity + 2, np.int64)
+def _sort_by_length(lengths: Any, starts: Any, positions: Any, blocks: Any, seed: Any) -> None:
+    """Counting sort of the positions, shortest first, those of equal length in seeded order.
+
+    Args:
+        lengths: int32[n].
+        starts: int64[capacity + 2], zeros. Result: positions[starts[l]:starts[l + 1]] have length l.
+        positions: int32[n], the result.
+        blocks: int32[⌈n / 256⌉], for the order in which the input is read.
+        seed: Of the order. Reading blocks of the input in random order costs a tenth of permuting the
+            result. Where a length is so common that one block often holds it twice, the result is
+            permuted as well.
+    """
     for length in lengths:
         starts[length + 1] += 1
-    for length in range(capacity + 1):
+    for length in range(starts.size - 1):
         starts[length + 1] += starts[length]
     cursor = starts.copy()
+    for i in range(blocks.size):
+        blocks[i] = i
+    _shuffle(blocks, 0, blocks.size, seed)
+    for block in blocks:
+        for i in range(_BLOCK * block, min(_BLOCK * (block + 1), lengths.size)):
+            length = lengths[i]
+            positions[cursor[length]] = i
+            cursor[length] += 1
+    for length in range(starts.size - 1):
+        if (starts[length + 1] - starts[length]) * 4 * _BLOCK > lengths.size:
+            _shuffle(positions, starts[length], starts[length + 1], seed)
+
+
+def _sorted_by_length(lengths: NDArray[np.int32], capacity: int, seed: Any) -> tuple[Any, Any]:
+    """`_sort_by_length` with its arrays. numpy's large arrays get huge pages, which save a third at 10 M."""
+    starts = np.zeros(capacity + 2, np.int64)
     positions = np.empty(lengths.size, np.int32)
-    for i in range(lengths.size):
-        length = lengths[i]
-        positions[cursor[length]] = i
-        cursor[length] += 1
-    for length in range(1, capacity + 1):
-        _shuffle(positions, starts[length], starts[length + 1], seed)
+    _sort_by_length(lengths, starts, positions, np.empty(-(-lengths.size // _BLOCK), np.int32), seed)
     return positions, starts
 
 
@@ -100,95 +122,129 @@ def _next_room(words: Any, summary: Any, start: int) -> Any:
 
 
 @_compiled
-def _push(nodes: Any, used: int, head: Any, words: Any, summary: Any, room: int) -> Any:
-    """Puts node `used - 1`, whose other columns are set, first among those with this room."""
-    nodes[used - 1, _NEXT] = head[room]
-    if head[room] < 0:
-        words[room >> 6] |= _U(1) << _U(room & 63)
-        summary[room >> 12] |= _U(1) << _U((room >> 6) & 63)
-    head[room] = used - 1
+def _best_fit(starts: Any, capacity: int, nodes: Any) -> Any:
+    """Fills bins in groups of equal contents.
 
+    Args:
+        starts: int64[capacity + 2]: starts[l + 1] - starts[l] examples have length l.
+        capacity: Of a bin.
+        nodes: int32[5, most]. Column k, the result, is a group of bins: `times` examples of `length` and
+            what the parent holds (-1: nothing); the next group of equal room; how many bins end here.
 
-@_compiled
-def _pop(nodes: Any, head: Any, words: Any, summary: Any, room: int) -> None:
-    """Removes the first node among those with this room."""
-    head[room] = nodes[head[room], _NEXT]
-    if head[room] < 0:
-        words[room >> 6] &= ~(_U(1) << _U(room & 63))
-        if words[room >> 6] == 0:
-            summary[room >> 12] &= ~(_U(1) << _U((room >> 6) & 63))
-
-
-@_compiled
-def best_fit_decreasing(lengths: Any, capacity: int, seed: Any) -> Order:
-    """Longest first, each into the fullest bin that still takes it. O(n + capacity).
-
-    Bins with the same contents are one node: (length, times, parent, next of equal room, bins that end
-    here). A node's contents are `times` examples of `length` and its parent's. Filling whole nodes at
-    once makes the work follow the number of different bins, not of examples; a bitmap of rooms finds
-    the fullest bin in a few steps. Then the bins are written out in seeded order, so that shards read
-    front to back are not ordered by length.
+    Returns:
+        How many nodes are used, or -1 if there were too few; how many bins.
     """
-    positions, cursor = _sort_by_length(lengths, capacity, seed)
-    words = np.zeros((capacity >> 6) + 1, np.uint64)
-    summary = np.zeros((words.size >> 6) + 1, np.uint64)
+    words = np.zeros((capacity >> 6) + 1, np.uint64)  # bit r: some bin has room r
+    summary = np.zeros((words.size >> 6) + 1, np.uint64)  # bit w: words[w] is not 0
     head = np.full(capacity + 1, -1, np.int32)
-    nodes = np.empty((1024, 5), np.int32)
     used = 0
     bins = 0
     for length in range(capacity, 0, -1):
-        left = cursor[length + 1] - cursor[length]
+        left = starts[length + 1] - starts[length]
         while left > 0:
+            if used == nodes.shape[1]:
+                return -1, bins
             room = _next_room(words, summary, length)
             parent = -1 if room < 0 else head[room]
-            available = left if parent < 0 else nodes[parent, _BINS]
+            available = left if parent < 0 else np.int64(nodes[_BINS, parent])
             room = capacity if parent < 0 else room
-            # An example leaves its bin the fullest that takes the next, so a bin takes all it can at once.
-            times = room // length
-            full = min(left // times, available)
-            rest = left - full * times if full < available else 0
-            taken = full + (1 if rest else 0)
+            # With this example in it, its bin is the fullest that takes the next: it takes all it can.
+            times = 1 if room < 2 * length else room // length
+            count = min(left, available) if times == 1 else min(left // times, available)
+            if count == 0:
+                times, count = left, 1
+            left -= count * times
+            # Take `count` bins from the parent, and its bit from the maps if no bin of this room is left.
             if parent < 0:
-                bins += taken
+                bins += count
             else:
-                nodes[parent, _BINS] -= taken
-                if nodes[parent, _BINS] == 0:
-                    _pop(nodes, head, words, summary, room)
-            if used + 2 > nodes.shape[0]:
-                larger = np.empty((2 * nodes.shape[0], 5), np.int32)
-                larger[:used] = nodes[:used]
-                nodes = larger
-            if full:
-                nodes[used, _LENGTH], nodes[used, _TIMES] = length, times
-                nodes[used, _PARENT], nodes[used, _BINS] = parent, full
-                used += 1
-                _push(nodes, used, head, words, summary, room - times * length)
-            if rest:
-                nodes[used, _LENGTH], nodes[used, _TIMES] = length, rest
-                nodes[used, _PARENT], nodes[used, _BINS] = parent, 1
-                used += 1
-                _push(nodes, used, head, words, summary, room - rest * length)
-            left -= full * times + rest
-    last = np.empty(bins, np.int32)  # the node that each bin ends in
-    i = 0
+                nodes[_BINS, parent] -= count
+                if nodes[_BINS, parent] == 0:
+                    head[room] = nodes[_NEXT, parent]
+                    if head[room] < 0:
+                        words[room >> 6] &= ~(_U(1) << _U(room & 63))
+                        if words[room >> 6] == 0:
+                            summary[room >> 12] &= ~(_U(1) << _U((room >> 6) & 63))
+            # Add the node. Written out here: calls would make this function four times slower.
+            room -= times * length
+            nodes[_LENGTH, used], nodes[_TIMES, used] = length, times
+            nodes[_PARENT, used], nodes[_BINS, used] = parent, count
+            nodes[_NEXT, used] = head[room]
+            if head[room] < 0:
+                words[room >> 6] |= _U(1) << _U(room & 63)
+                summary[room >> 12] |= _U(1) << _U((room >> 6) & 63)
+            head[room] = used
+            used += 1
+    return used, bins
+
+
+@_compiled
+def _write_out(
+    nodes: Any, used: int, positions: Any, starts: Any, rank: Any, order: Any, offsets: Any, seed: Any
+) -> None:
+    """Deals the positions to the bins of the nodes, with the bins in seeded order.
+
+    Args:
+        nodes: int32[5, most], from `_best_fit`.
+        used: How many of them.
+        positions: int32[n], by length.
+        starts: int64[capacity + 2], where each length begins in `positions`; used up.
+        rank: int32[bins], for the bins' order.
+        order: int64[n], the result.
+        offsets: int64[bins + 1], the result.
+        seed: Of the bins' order.
+    """
+    for b in range(rank.size):
+        rank[b] = b
+    _shuffle(rank, 0, rank.size, seed)
+    examples = np.empty(used, np.int32)  # in a bin that ends in this node
+    offsets[0] = 0
+    b = 0
     for node in range(used):
-        for _ in range(nodes[node, _BINS]):
-            last[i] = node
-            i += 1
-    _shuffle(last, 0, bins, seed)
+        parent = nodes[_PARENT, node]
+        examples[node] = nodes[_TIMES, node] + (examples[parent] if parent >= 0 else 0)
+        for _ in range(nodes[_BINS, node]):
+            offsets[rank[b] + 1] = examples[node]
+            b += 1
+    for b in range(rank.size):
+        offsets[b + 1] += offsets[b]
+    first = 0  # bin of this node
+    for last in range(used):
+        end = first + nodes[_BINS, last]
+        node = last
+        done = 0  # examples that these bins have by now
+        while node >= 0 and first < end:
+            times = nodes[_TIMES, node]
+            cursor = starts[nodes[_LENGTH, node]]
+            for b in range(first, end):
+                at = offsets[rank[b]] + done
+                for i in range(at, at + times):
+                    order[i] = positions[cursor]
+                    cursor += 1
+            starts[nodes[_LENGTH, node]] = cursor
+            done += times
+            node = nodes[_PARENT, node]
+        first = end
+
+
+def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, seed: Any) -> Order:
+    """Longest first, each into the fullest bin that still takes it. O(n + capacity).
+
+    Works on how many examples there are of each length. Bins with equal contents are filled together, so
+    the time follows the number of different bins; a bitmap of rooms finds the fullest in a few steps. Then
+    the examples are dealt out, with the bins in seeded order: shards that are read front to back should
+    not be ordered by length.
+    """
+    positions, starts = _sorted_by_length(lengths, capacity, seed)
+    most = 1 << 16
+    nodes = np.empty((5, most), np.int32)
+    while (result := _best_fit(starts, capacity, nodes))[0] < 0:  # rare: never more than examples
+        most *= 4
+        nodes = np.empty((5, most), np.int32)
+    used, bins = result
     order = np.empty(lengths.size, np.int64)
-    offsets = np.zeros(bins + 1, np.int64)
-    at = 0
-    for i in range(bins):
-        node = last[i]
-        while node >= 0:
-            length = nodes[node, _LENGTH]
-            for _ in range(nodes[node, _TIMES]):
-                order[at] = positions[cursor[length]]
-                cursor[length] += 1
-                at += 1
-            node = nodes[node, _PARENT]
-        offsets[i + 1] = at
+    offsets = np.empty(bins + 1, np.int64)
+    _write_out(nodes, used, positions, starts, np.empty(bins, np.int32), order, offsets, seed)
     return order, offsets
 
 
@@ -211,20 +267,25 @@ def _collect(positions: Any, bin_of: Any, bins: int, seed: Any) -> Order:
     return order, offsets
 
 
-@_compiled
-def first_fit_decreasing(lengths: Any, capacity: int, seed: Any) -> Order:
+def first_fit_decreasing(lengths: NDArray[np.int32], capacity: int, seed: Any) -> Order:
     """Longest first, each into the first bin that still takes it. O(n log n).
 
     A tree over the bins knows the largest room below each node, so the first bin that fits is found on
     one way down.
     """
-    positions, _ = _sort_by_length(lengths, capacity, seed)
-    positions = positions[::-1]
+    positions, _ = _sorted_by_length(lengths, capacity, seed)
+    bin_of = np.empty(lengths.size, np.int32)
+    bins = _first_fit(lengths, capacity, positions[::-1], bin_of)
+    return _collect(positions[::-1], bin_of, bins, seed)
+
+
+@_compiled
+def _first_fit(lengths: Any, capacity: int, positions: Any, bin_of: Any) -> Any:
+    """Fills `bin_of`, int32[n], for the examples at `positions` in their order; returns how many bins."""
     leaves = 1
     while leaves < lengths.size:
         leaves *= 2
     rooms = np.full(2 * leaves, capacity, np.int32)
-    bin_of = np.empty(lengths.size, np.int32)
     bins = 0
     for i in range(positions.size):
         length = lengths[positions[i]]
@@ -237,7 +298,7 @@ def first_fit_decreasing(lengths: Any, capacity: int, seed: Any) -> Order:
         while node > 1:
             node //= 2
             rooms[node] = max(rooms[2 * node], rooms[2 * node + 1])
-    return _collect(positions, bin_of, bins, seed)
+    return bins
 
 
 @_compiled
