@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from packing.chat.messages import Dialect, normalise_messages
+from packing.chat.dialect import Dialect, adapt
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
 from packing.errors import RowRejected, TemplateError
 
@@ -206,8 +206,8 @@ def _try(
 ) -> tuple[Render, list[dict[str, Any]]] | None:
     """The render of a probe, None where the template refuses it."""
     try:
-        normalised, _ = normalise_messages(messages, dialect=dialect)
-        return template.render(normalised, **more), normalised
+        adapted = adapt(messages, dialect=dialect, notes=[])
+        return template.render(adapted, **more), adapted
     except (RowRejected, *RENDER_ERRORS):
         return None
 
@@ -311,7 +311,7 @@ def _observe(
     probed = shape.index("A")
     if (seen := _try(template, messages, dialect)) is None or (region := region_of(seen[0], probed)) is None:
         return None
-    render, normalised = seen
+    render, adapted = seen
     text = render.text[slice(*region)]
     message = messages[probed]
     own = [message["content"], message.get("reasoning_content", "")]
@@ -327,7 +327,7 @@ def _observe(
         calls=kind.get("calls", 0),
         region=text,
         following=render.text[region[1] :],
-        prompt=_generation_prompt(template, normalised[:probed]),
+        prompt=_generation_prompt(template, adapted[:probed]),
         foreign=any(word in text for word in words.given if word not in own),
     )
 
@@ -365,7 +365,12 @@ def _find_starts(
         try:
             starts[key] = _start(shared, prompt, bos)
         except ValueError as error:
-            why_not[key] = str(error)
+            # Granite prints its prompt within the loop, so not behind a system text alone; yet a turn that
+            # begins with the whole of the prompt begins with the prompt.
+            if after_user.strip() and after_user in shared:
+                starts[key] = _start(shared, after_user, bos)
+            else:
+                why_not[key] = str(error)
     if not all(THINK.search(start) for start in starts.values() if start.strip()):
         # The think tag of the generation prompt is not in every turn: then it is never part of the header.
         starts = {key: THINK.split(start)[0] for key, start in starts.items()}

@@ -18,12 +18,13 @@ from typing import Any, Literal
 import numpy as np
 
 from packing.chat.calibrate import Calibration, calibrate
-from packing.chat.messages import normalise_messages, normalise_tools, take_weights, to_json
-from packing.chat.spans import Span, find_spans
+from packing.chat.dialect import Note, adapt, to_json
+from packing.chat.spans import find_turns
 from packing.chat.template import RENDER_ERRORS, ChatTemplate
 from packing.chat.tokenizer import any_of, plain_backend, special_texts, tokenizer_digest
 from packing.errors import OptionError, Reason, RowRejected, TemplateError
 from packing.example import Conversation, Example, make_example
+from packing.messages import clean, read_message, read_tools
 
 ENCODING_VERSION = 1
 """Raised when the same conversation would give other tokens or another mask than before."""
@@ -212,10 +213,10 @@ class ChatEncoder:
             raise TemplateError(
                 f"the tokenizer {name} has no chat template: give one with --chat-template FILE"
             )
-        tools, notes = normalise_tools(conversation.tools)
+        tools = conversation.tools or None
         template, calibration = self._chats[self._with_tools if tools else self._without_tools]
-        messages, more = normalise_messages(conversation.messages or (), dialect=calibration.dialect)
-        notes = [*conversation.notes, *notes, *more]
+        notes = list(conversation.notes)
+        messages = adapt(conversation.messages or (), dialect=calibration.dialect, notes=notes)
         self._check_control(messages, tools)
         chosen = self._choose(messages, conversation.trainable, notes)
         if self.options.turns == "whole":
@@ -263,7 +264,7 @@ class ChatEncoder:
             if messages[n]["role"] == "assistant" and not any(map(str.strip, _texts(messages[n])))
         }
         if blank:
-            notes.append("empty_turn_not_trained")
+            notes.append(Note.EMPTY_TURN)
             chosen = [number for number in chosen if number not in blank]
         if not any(
             messages[number]["role"] == "assistant" or self.options.train_on == "all" for number in chosen
@@ -285,20 +286,19 @@ class ChatEncoder:
         except RENDER_ERRORS as error:
             raise RowRejected(Reason.TEMPLATE_ERROR, f"the chat template raises: {_short(error)}") from error
         _check_unicode(render.text)
-        own = list(notes)
-        spans = find_spans(render, messages, tools, template=template, calibration=calibration, notes=own)
+        turns = find_turns(render, messages, tools, template=template, calibration=calibration)
         if self.options.train_on == "all":
-            spans = [
-                Span(p.start, p.end, p.message) for p in render.pieces if p.message < 0 or p.message in chosen
-            ]
+            spans = [(p.start, p.end) for p in render.pieces if p.message < 0 or p.message in chosen]
+            dropped = turns.dropped
         else:
-            spans = [span for span in spans if span.message in chosen]
+            spans = [(span.start, span.end) for span in turns.spans if span.message in chosen]
+            dropped = [number for number in turns.dropped if number in chosen]
         return _Draft(
             text=render.text,
-            spans=[(span.start, span.end) for span in spans],
+            spans=spans,
             messages=messages,
             tools=tools,
-            notes=own,
+            notes=[*notes, *turns.notes, *([Note.REASONING_DROPPED] * len(dropped))],
         )
 
     def _draft_text(self, text: str, notes: Sequence[str]) -> _Draft:
@@ -388,17 +388,17 @@ def token_range(offsets: Sequence[tuple[int, int]], start: int, end: int) -> tup
 
     A token across the start is not trained: the model is given part of it. One across the end is.
     """
-    notes = []
+    notes: list[str] = []
     first = bisect_left(offsets, start, key=_first_of)
     if 0 < first < len(offsets) and offsets[first - 1][1] < start:
         # Offsets that leave out the white space a token begins with: this one begins before the span.
         first += 1
-        notes.append("token_across_span_start")
+        notes.append(Note.TOKEN_ACROSS_START)
     elif first and offsets[first - 1][1] > start:
-        notes.append("token_across_span_start")
+        notes.append(Note.TOKEN_ACROSS_START)
     last = bisect_left(offsets, end, lo=first, key=_first_of)
     if last > first and offsets[last - 1][1] > end:
-        notes.append("token_across_span_end")
+        notes.append(Note.TOKEN_ACROSS_END)
     return first, last, notes
 
 
@@ -435,8 +435,18 @@ def encode_chat(
         template_date=template_date,
         control_tokens=control_tokens,
     )
-    bare, trainable = take_weights(messages)
-    (example,) = encoder.encode(Conversation(messages=bare, tools=tools, trainable=trainable))
+    notes: list[str] = []
+    read = [
+        read_message(message, where=f"messages[{number}]", roles={}, notes=notes)
+        for number, message in enumerate(messages)
+    ]
+    conversation = Conversation(
+        messages=[clean(message, replace=False, notes=notes) for message, _ in read],
+        tools=clean(read_tools(tools, notes=notes), replace=False, notes=notes),
+        trainable=[weight is not False for _, weight in read],
+        notes=notes,
+    )
+    (example,) = encoder.encode(conversation)
     return example
 
 

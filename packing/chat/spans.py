@@ -1,11 +1,11 @@
 """Which characters of a rendered conversation the assistant said, each turn checked.
 
 A turn's text is taken from where the template printed it, never searched for. The checks that follow
-can only refuse; what they let through is explained to the last character:
+can only refuse. What they let through is explained to the last character:
 
-    [start][lead][answer][end]      a plain turn: start, lead and end are the template's own, as calibrated
-    [start][...calls...][end]       a turn with calls: its names and arguments are in, and the same render
-                                    with all other messages' texts exchanged leaves it unchanged
+    [start][lead][answer][end]     a plain turn: start, lead and end are the template's own, from probes
+    [start]...calls...[end]        a turn with calls: their names and arguments are in, and the same
+                                   conversation with all other texts exchanged renders it unchanged
 """
 
 from __future__ import annotations
@@ -15,49 +15,56 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from packing.chat.calibrate import Calibration
-from packing.chat.messages import split_think
+from packing.chat.dialect import Note, split_think
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
 from packing.errors import Reason, RowRejected
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+Region = tuple[int, int]
 
 
 class Span(NamedTuple):
-    """Characters `start` to `end` of the render, said in message `message`."""
+    """Characters `start` to `end` of a render, said in message `message`."""
 
     start: int
     end: int
     message: int
 
 
-def find_spans(
+class Turns(NamedTuple):
+    """The spans of all assistant turns in order; the turns whose reasoning is not printed; notes."""
+
+    spans: list[Span]
+    dropped: list[int]
+    notes: list[str]
+
+
+def find_turns(
     render: Render,
     messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tools: Tools | None,
     *,
     template: ChatTemplate,
     calibration: Calibration,
-    notes: list[str],
-) -> list[Span]:
-    """The trained spans of all assistant turns, in order.
+) -> Turns:
+    """What is said in the assistant's turns.
 
     Raises:
         RowRejected: a text that the template leaves out, or a turn that can't be located for certain.
     """
+    turns = Turns([], [], [])
     regions = _regions(render, messages)
-    _check_texts(render, regions, messages, notes)
+    _check_texts(render, regions, messages, turns.notes)
     if tools:
         _check_tools(render, regions, messages, tools, calibration)
-    spans: list[Span] = []
+    marks = _marks(render, regions, messages) if calibration.marked else {}
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            region = regions[number]
-            if region is None:
-                raise _lost(number, "nothing of it is printed")
-            spans += _turn(render, region, messages, number, calibration, notes)
+            _Turn(render, regions, messages, number, calibration).check(turns, marks.get(number, []))
     if any("tool_calls" in message for message in messages):
         _check_foreign(render, regions, messages, tools, template)
-    return spans
+    return turns
 
 
 def _lost(number: int, what: str) -> RowRejected:
@@ -71,24 +78,25 @@ def _uncertain(number: int, what: str) -> RowRejected:
     )
 
 
-def _regions(render: Render, messages: Sequence[Message]) -> list[tuple[int, int] | None]:
+def _regions(render: Render, messages: Sequence[Message]) -> list[Region | None]:
     """Where each message stands: all that was printed for it, in one place and in the messages' order."""
-    regions: list[tuple[int, int] | None] = [None] * len(messages)
-    reached = -1
-    for piece in render.pieces:
-        number = piece.message
-        if number < 0 or not render.text[piece.start : piece.end].strip():
+    regions: list[Region | None] = [None] * len(messages)
+    reached, printed = -1, 0
+    for start, end, number in render.pieces:
+        if not render.text[start:end].strip():
             continue
-        if number < reached:
-            raise _uncertain(number, f"its text stands behind that of message {reached}, or within it")
-        reached = number
-        before = regions[number]
-        regions[number] = (piece.start if before is None else before[0], piece.end)
+        if number >= 0:
+            before = regions[number]
+            if number < reached or (before is not None and before[1] < printed):
+                raise _uncertain(number, "its text stands in several places, or not in the messages' order")
+            regions[number] = (start if before is None else before[0], end)
+            reached = number
+        printed = end
     return regions
 
 
 def _check_texts(
-    render: Render, regions: Sequence[tuple[int, int] | None], messages: Sequence[Message], notes: list[str]
+    render: Render, regions: Sequence[Region | None], messages: Sequence[Message], notes: list[str]
 ) -> None:
     """Text in is text out, but for white space at its ends: no message of the others may vanish."""
     for number, message in enumerate(messages):
@@ -98,24 +106,31 @@ def _check_texts(
         region = regions[number]
         if region is not None and _printed(text, render.text[slice(*region)]):
             continue
-        if not any(_printed(text, render.text[p.start : p.end]) for p in render.pieces if p.message < 0):
-            # Folded into another message's place, as gemma 3 does with the system text.
-            others = [
-                render.text[slice(*place)].replace(messages[other]["content"].strip(), "\0", 1)
-                for other, place in enumerate(regions)
-                if place is not None and messages[other]["role"] != "assistant"
-            ]
-            if not any(_printed(text, other) for other in others):
-                raise _lost(number, f"the {message['role']}'s text is left out or changed")
-        if number:
-            notes.append("message_moved_by_template")
+        if not any(_printed(text, place) for place in _elsewhere(render, regions, messages)):
+            raise _lost(number, f"the {message['role']}'s text is left out or changed")
+        if message["role"] == "system" and number:
+            notes.append(Note.SYSTEM_MOVED)
+
+
+def _elsewhere(
+    render: Render, regions: Sequence[Region | None], messages: Sequence[Message]
+) -> Iterator[str]:
+    """What is printed for no message, and with the others' messages beside their own text."""
+    for start, end, number in render.pieces:
+        if number < 0:
+            yield render.text[start:end]
+    for region, message in zip(regions, messages, strict=True):
+        if region is not None and message["role"] != "assistant":
+            yield render.text[slice(*region)].replace(message["content"].strip() or "\0", "\0", 1)
 
 
 def _forms(value: Any) -> Iterator[str]:
-    """How templates write a text or another JSON value."""
+    """How templates write a text or another JSON value: as it is, or within quotes of some language."""
     if isinstance(value, str):
+        escaped = json.dumps(value, ensure_ascii=False)[1:-1]
         yield value
-        yield json.dumps(value, ensure_ascii=False)[1:-1]
+        yield escaped
+        yield escaped.replace('\\"', '"').replace("'", "\\'")
         yield json.dumps(value)[1:-1]
         yield repr(value)[1:-1]
     else:
@@ -129,136 +144,186 @@ def _printed(value: Any, text: str) -> bool:
 
 def _check_tools(
     render: Render,
-    regions: Sequence[tuple[int, int] | None],
+    regions: Sequence[Region | None],
     messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]],
+    tools: Tools,
     calibration: Calibration,
 ) -> None:
     if "tools" not in calibration.renders:
-        raise RowRejected(Reason.TEXT_LOST, "the row has tools, the chat template does not print them")
-    said = [regions[number] for number, message in enumerate(messages) if message["role"] == "assistant"]
-    end = min((region[0] for region in said if region is not None), default=len(render.text))
+        raise RowRejected(Reason.TEXT_LOST, "the row has tools, and the chat template does not print tools")
+    elsewhere = list(_elsewhere(render, regions, messages))
     for tool in tools:
-        # Before the first answer, or with a later message (Mistral prints them with the last user's).
         name = tool["function"]["name"]
-        if name not in render.text[:end] and render.text.count(name) <= _mentions(name, messages):
+        if not any(name in place for place in elsewhere):
             raise RowRejected(Reason.TEXT_LOST, f"the chat template does not print the tool {name}")
 
 
-def _mentions(name: str, messages: Sequence[Message]) -> int:
-    return sum(json.dumps(message, ensure_ascii=False, default=str).count(name) for message in messages)
+def _marks(
+    render: Render, regions: Sequence[Region | None], messages: Sequence[Message]
+) -> dict[int, list[Span]]:
+    """The template's `{% generation %}` spans by message. One behind all messages is the last turn's."""
+    marks: dict[int, list[Span]] = {}
+    for start, end, number in render.marked:
+        if end == start:
+            continue
+        if number < 0:
+            before = [n for n, region in enumerate(regions) if region is not None and region[1] <= start]
+            number = before[-1] if before else 0
+        if messages[number]["role"] != "assistant":
+            raise _uncertain(
+                number, f"the template marks text of the {messages[number]['role']} as generated"
+            )
+        marks.setdefault(number, []).append(Span(start, end, number))
+    return marks
 
 
-def _turn(
-    render: Render,
-    region: tuple[int, int],
-    messages: Sequence[Message],
-    number: int,
-    calibration: Calibration,
-    notes: list[str],
-) -> list[Span]:
-    message = messages[number]
-    calls = message.get("tool_calls", ())
-    following = messages[number + 1]["role"] if number + 1 < len(messages) else ""
-    end = _turn_end(render, region, number, following, calibration)
-    answer = message["content"]
-    if calibration.dialect.think_tags and "think>" in answer:
-        answer = split_think(answer, number=number)[1]
-    answer, reasoning = answer.strip(), message.get("reasoning_content", "").strip()
-    if calibration.marked:
-        spans = _marked(render, region, number, end, notes)
-        said = "".join(render.text[span.start : span.end] for span in spans)
-    else:
-        start = _turn_start(render, region, messages, number, calibration)
-        spans = [Span(start, end.stop, number)]
-        said = render.text[start : end.start]
-        if not calls:
-            _check_plain(said, answer, reasoning, number, calibration)
-    if answer not in said:
-        raise _lost(number, "the assistant's text is left out or changed")
-    for call in calls:
-        _check_call(call, calls, said, number, calibration)
-    if not all(text in said for text in (reasoning, message["content"].strip())):
-        notes.append("reasoning_dropped_by_template")
-    if not calibration.marked:
-        shown = (bool(reasoning) and reasoning in said, bool(answer), bool(calls))
-        _check_header(render.text[region[0] : end.stop], start - region[0], shown, number, calibration)
-    return spans
+class _Turn:
+    """One assistant message in its render."""
 
+    def __init__(
+        self,
+        render: Render,
+        regions: Sequence[Region | None],
+        messages: Sequence[Message],
+        number: int,
+        calibration: Calibration,
+    ) -> None:
+        region = regions[number]
+        if region is None:
+            raise _lost(number, "the assistant's turn is left out")
+        self.text = render.text
+        self.region = region
+        self.number = number
+        self.message = messages[number]
+        self.before = messages[number - 1]["role"] if number else ""
+        self.following = messages[number + 1]["role"] if number + 1 < len(messages) else ""
+        self.calls: Sequence[Mapping[str, Any]] = self.message.get("tool_calls", ())
+        self.reasoning: str = self.message.get("reasoning_content", "").strip()
+        self.calibration = calibration
 
-def _turn_start(
-    render: Render,
-    region: tuple[int, int],
-    messages: Sequence[Message],
-    number: int,
-    calibration: Calibration,
-) -> int:
-    before = messages[number - 1]["role"] if number else ""
-    key = (before, bool(messages[number].get("tool_calls")))
-    if key not in calibration.starts:
-        where = f"behind a {before} message" if before else "at the beginning"
-        what = "calls tools" if key[1] else "speaks"
-        why = calibration.why_not.get(key, "the template does not print such turns")
-        raise _uncertain(number, f"an assistant that {what} {where}: {why}")
-    start = calibration.starts[key]
-    if not render.text.startswith(start, region[0]):
-        raise _uncertain(number, f"the turn does not begin with {start!r}")
-    return region[0] + len(start)
+    def check(self, turns: Turns, marks: list[Span]) -> None:
+        """Adds the turn's spans, each checked."""
+        if self.calls and "tool_calls" not in self.calibration.renders:
+            raise _lost(self.number, "tool calls are left out")
+        end = self._end()
+        if self.calibration.marked:
+            spans = self._extend(marks, end, turns.notes)
+            said = "".join(self.text[start:end] for start, end, _ in spans)
+        else:
+            start = self._start()
+            spans = [Span(start, end[1], self.number)]
+            said = self.text[start : end[0]]
+        answer = self._answer(said)
+        shown = self._shows_reasoning(said, answer)
+        if not self.calibration.marked:
+            if not self.calls:
+                self._check_lead(said, answer, shown)
+            self._check_header(spans[0], end, shown)
+        for call in self.calls:
+            self._check_call(call, said)
+        if (self.reasoning and not shown) or answer != self.message["content"].strip():
+            turns.dropped.append(self.number)
+        turns.spans.extend(spans)
 
+    def _start(self) -> int:
+        """Where the header ends."""
+        key = (self.before, bool(self.calls))
+        if key not in self.calibration.starts:
+            where = f"behind a {self.before} message" if self.before else "at the beginning"
+            what = "calls tools" if self.calls else "speaks"
+            why = self.calibration.why_not.get(key, "no probe of such a turn is printed")
+            raise _uncertain(self.number, f"an assistant that {what} {where}: {why}")
+        start = self.calibration.starts[key]
+        if not self.text.startswith(start, self.region[0]):
+            raise _uncertain(self.number, f"the turn does not begin with {start!r}")
+        return self.region[0] + len(start)
 
-def _turn_end(
-    render: Render, region: tuple[int, int], number: int, following: str, calibration: Calibration
-) -> slice:
-    """Where the marker that ends the turn stands."""
-    if following not in calibration.ends:
-        raise _uncertain(number, f"no token ends a turn that a {following} message follows")
-    for end in calibration.ends[following]:
-        if calibration.overhang:
-            if render.text.startswith(end, region[1]):
-                return slice(region[1], region[1] + len(end))
-        elif (text := render.text[slice(*region)].rstrip()).endswith(end):
-            return slice(region[0] + len(text) - len(end), region[0] + len(text))
-    raise _uncertain(
-        number, f"the turn does not end with {' or '.join(map(repr, calibration.ends[following]))}"
-    )
+    def _end(self) -> Region:
+        """Where the marker that ends the turn stands."""
+        begin, stop = self.region
+        ends = self.calibration.ends.get(self.following)
+        if ends is None:
+            raise _uncertain(self.number, f"no token ends a turn that a {self.following} message follows")
+        for end in ends:
+            if self.calibration.overhang:
+                if self.text.startswith(end, stop):
+                    return (stop, stop + len(end))
+            elif (text := self.text[begin:stop].rstrip()).endswith(end):
+                return (begin + len(text) - len(end), begin + len(text))
+        raise _uncertain(self.number, f"the turn does not end with {' or '.join(map(repr, ends))}")
 
+    def _extend(self, marks: list[Span], end: Region, notes: list[str]) -> list[Span]:
+        """The template's own marks; where they leave the end marker out, they are extended to it."""
+        if not marks:
+            raise _uncertain(self.number, "the template's {% generation %} marks leave this turn out")
+        last = marks[-1]
+        if last.end >= end[1]:
+            return marks
+        if self.text[last.end : end[0]].strip():
+            raise _uncertain(self.number, "text stands between the {% generation %} mark and the turn's end")
+        notes.append(Note.MARK_EXTENDED)
+        return [*marks[:-1], last._replace(end=end[1])]
 
-def _check_plain(said: str, answer: str, reasoning: str, number: int, calibration: Calibration) -> None:
-    """Start, lead and answer make the whole turn: no other text is in it."""
-    said = said.rstrip()
-    if not said.endswith(answer):
-        raise _lost(number, "the assistant's text is left out or changed")
-    lead = said[: len(said) - len(answer)].strip()
-    if lead in calibration.leads:
-        return
-    before, found, behind = lead.partition(reasoning) if reasoning else ("", "", "")
-    if not found or (before.strip(), behind.strip()) not in calibration.think:
-        raise _uncertain(number, f"what stands before the answer, {lead[:60]!r}, is not known from probes")
+    def _answer(self, said: str) -> str:
+        """What of the content is printed: all, or all but the think block that the template cuts."""
+        content: str = self.message["content"].strip()
+        if content in said:
+            return content
+        if self.calibration.dialect.think_tags and "think>" in content:
+            answer = split_think(content, number=self.number)[1].strip()
+            if answer in said:
+                return answer
+        raise _lost(self.number, "the assistant's text is left out or changed")
 
+    def _shows_reasoning(self, said: str, answer: str) -> bool:
+        """Whether the reasoning stands where probes showed it, not somewhere by chance."""
+        if not self.reasoning:
+            return False
+        if self.calibration.marked:
+            return self.reasoning in said.replace(answer or "\0", "\0")
+        begun = said.lstrip()
+        return any(
+            begun.startswith(before) and begun[len(before) :].lstrip().startswith(self.reasoning)
+            for before, _ in self.calibration.think
+        )
 
-def _check_call(
-    call: Mapping[str, Any],
-    calls: Sequence[Mapping[str, Any]],
-    said: str,
-    number: int,
-    calibration: Calibration,
-) -> None:
-    function = call["function"]
-    name = function["name"]
-    if said.count(name) < sum(other["function"]["name"] == name for other in calls):
-        raise _lost(number, f"a call of {name} is left out")
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        if arguments not in said:
-            raise _lost(number, f"the arguments of {name} are left out or changed")
-        return
-    for leaf in _leaves(arguments):
-        if not _printed(leaf, said):
-            raise _lost(number, f"{leaf!r} among the arguments of {name} is left out or changed")
+    def _check_lead(self, said: str, answer: str, shown: bool) -> None:
+        """Start, lead and answer make the whole turn: no other text is in it."""
+        said = said.strip()
+        if not said.endswith(answer):
+            raise _uncertain(self.number, "text stands between the answer and the turn's end")
+        lead = said.removesuffix(answer).strip()
+        if shown:
+            known = any(
+                lead.startswith(before)
+                and lead.endswith(behind)
+                and lead[len(before) : len(lead) - len(behind)].strip() == self.reasoning
+                for before, behind in self.calibration.think
+            )
+        else:
+            known = lead in self.calibration.leads
+        if not known:
+            raise _uncertain(self.number, f"what stands before the answer, {lead[:60]!r}, no probe shows")
+
+    def _check_header(self, span: Span, end: Region, shown: bool) -> None:
+        """The header does not come again within the turn, but where every such turn has it so."""
+        header = self.text[self.region[0] : span.start].strip()
+        count = self.text.count(header, self.region[0], end[1]) if header else 1
+        kind = (shown, bool(self.message["content"].strip()), bool(self.calls), count)
+        if count != 1 and kind not in self.calibration.headers:
+            raise _uncertain(self.number, f"the turn contains its beginning {header!r} {count} times")
+
+    def _check_call(self, call: Mapping[str, Any], said: str) -> None:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if said.count(name) < sum(other["function"]["name"] == name for other in self.calls):
+            raise _lost(self.number, f"a call of {name} is left out")
+        for leaf in [arguments] if isinstance(arguments, str) else _leaves(arguments):
+            if not _printed(leaf, said):
+                raise _lost(self.number, f"{str(leaf)[:60]!r} in a call of {name} is left out or changed")
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Each key and each value that is no container."""
+    """Each key, and each value that is no container."""
     if isinstance(value, Mapping):
         yield from value
         for item in value.values():
@@ -270,43 +335,14 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _check_header(
-    turn: str, header_end: int, shown: tuple[bool, bool, bool], number: int, calibration: Calibration
-) -> None:
-    header = turn[:header_end].strip()
-    if not header:
-        return
-    if (count := turn.count(header)) != 1 and (*shown, count) not in calibration.headers:
-        raise _uncertain(number, f"the turn contains its beginning {header!r} {count} times")
-
-
-def _marked(render: Render, region: tuple[int, int], number: int, end: slice, notes: list[str]) -> list[Span]:
-    """The template's own marks for this turn; one that leaves the end token out is extended to it."""
-    spans = [
-        Span(mark.start, mark.end, number)
-        for mark in render.marked
-        if mark.end > mark.start and region[0] <= mark.start < max(region[1], end.stop)
-    ]
-    if not spans:
-        raise _uncertain(number, "the template's {% generation %} marks leave this turn out")
-    if spans[-1].end < end.stop:
-        if render.text[spans[-1].end : end.start].strip():
-            raise _uncertain(
-                number, "text stands between the template's {% generation %} mark and the turn's end"
-            )
-        spans[-1] = spans[-1]._replace(end=end.stop)
-        notes.append("generation_mark_extended_to_end_token")
-    return spans
-
-
 def _check_foreign(
     render: Render,
-    regions: Sequence[tuple[int, int] | None],
+    regions: Sequence[Region | None],
     messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tools: Tools | None,
     template: ChatTemplate,
 ) -> None:
-    """Exchanges the text of all messages but the assistant's: the assistant's turns must not change."""
+    """With the texts of all messages but the assistant's exchanged, the assistant's turns are the same."""
     exchanged = [
         message if message["role"] == "assistant" else {**message, "content": f"Quokka {number}"}
         for number, message in enumerate(messages)
