@@ -275,15 +275,18 @@ class ArrowChunk(Chunk):
         with pa.ipc.open_stream(self.stream) as reader:
             table = reader.read_all()
         restore = {column.name: _restorer(column.type) for column in table.schema}
-        for index, row in enumerate(table.to_pylist(), self.first - 1):
+        for index in range(len(table)):
             record: dict[str, Any] | RowRejected
             try:
+                (row,) = table.slice(index, 1).to_pylist()
                 record = {
                     name: None if value is None else restore[name](value) for name, value in row.items()
                 }
             except RowRejected as rejected:
                 record = rejected
-            yield index + 1, index, record
+            except (ArithmeticError, ValueError) as error:  # a date of no calendar, two fields of one name
+                record = RowRejected(Reason.BAD_RECORD, " ".join(str(error).split())[:200])
+            yield self.first + index, self.first - 1 + index, record
 
 
 def _restorer(kind: pa.DataType) -> Callable[[Any], Any]:
@@ -300,7 +303,7 @@ def _restorer(kind: pa.DataType) -> Callable[[Any], Any]:
     if pa.types.is_map(kind):
         of_map = _restorer(kind.item_type)
         return lambda pairs: {name: of_map(item) for name, item in pairs if item is not None}
-    if pa.types.is_nested(kind):
+    if isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
         of_list = _restorer(kind.value_type)
         return lambda items: [None if item is None else of_list(item) for item in items]
     return lambda value: value
@@ -310,15 +313,17 @@ def arrow_chunks(batches: Iterable[pa.RecordBatch], *, source: int, rows: int) -
     """Chunks of Arrow batches, each checked first: values that belie their offsets crash a reader.
 
     Raises:
-        Damaged: two columns of one name, or broken values, such as text that is not UTF-8.
+        Damaged: two columns of one name.
+        UnicodeDecodeError: the name of a column or field.
+        pyarrow.ArrowInvalid: broken values, such as text that is not UTF-8.
     """
     import pyarrow as pa
 
     first = 1
     for batch in batches:
-        if len(set(batch.schema.names)) < batch.num_columns:
-            raise Damaged("two columns have the same name")
         batch.validate(full=True)
+        if len({column.name: _restorer(column.type) for column in batch.schema}) < batch.num_columns:
+            raise Damaged("two columns have the same name")
         step = max(1, min(rows, len(batch) * CHUNK_BYTES // max(batch.nbytes, 1)))
         for at in range(0, len(batch), step):
             part = batch.slice(at, step)

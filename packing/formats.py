@@ -240,7 +240,7 @@ def _chat_turns(value: Any, where: str, notes: list[str]) -> Iterator[_RawTurn]:
     if isinstance(value, str):
         value = parse(value, reason=Reason.BAD_RECORD, where=where) if value.strip() else None
         notes.append(Note.MESSAGES_PARSED)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         value = _transposed(value, where)
         notes.append(Note.MESSAGES_TRANSPOSED)
     if value is None:
@@ -251,7 +251,7 @@ def _chat_turns(value: Any, where: str, notes: list[str]) -> Iterator[_RawTurn]:
         )
     for number, item in enumerate(value):
         place = f"{where}[{number}]"
-        if isinstance(item, Mapping) and item.keys() in ({"human", "assistant"}, {"user", "assistant"}):
+        if isinstance(item, dict) and item.keys() in ({"human", "assistant"}, {"user", "assistant"}):
             asks = "human" if "human" in item else "user"  # ms-swift: one object a round
             yield place, {"role": "user", "content": item[asks]}, None
             yield place, {"role": "assistant", "content": item["assistant"]}, None

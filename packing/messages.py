@@ -74,14 +74,16 @@ def only(fields: Mapping[str, Any], names: Iterable[str], *, reason: Reason, whe
     Raises:
         RowRejected: two of the names hold different values; none and "" differ from nothing.
     """
-    given = [name for name in names if fields.get(name) is not None]
-    if len(given) < 2:
-        return fields[given[0]] if given else None
-    first, *others = [name for name in given if fields[name] != ""] or given
-    for name in others:
-        if fields[name] != fields[first]:
-            raise RowRejected(reason, f"{where}{first} and {name} differ: which one holds?")
-    return fields[first]
+    said: str | None = None
+    for name in names:
+        value = fields.get(name)
+        if value is None or said is None or value == fields[said]:
+            said = said if value is None or said is not None else name
+        elif fields[said] == "":
+            said = name
+        elif value != "":
+            raise RowRejected(reason, f"{where}{said} and {name} differ: which one holds?")
+    return None if said is None else fields[said]
 
 
 def parse(text: str, *, reason: Reason, where: str) -> Any:
@@ -110,7 +112,7 @@ def read_message(
     Raises:
         RowRejected: no or an unknown role, content that is not text, bad calls, a bad weight.
     """
-    if not isinstance(raw, Mapping):
+    if not isinstance(raw, dict):
         raise RowRejected(Reason.BAD_MESSAGE, f"{where} is {type(raw).__name__}, not a message")
     if ignored := raw.keys() - KNOWN:
         _check_ignored(raw, ignored, where, notes)
@@ -128,7 +130,7 @@ def read_message(
     elif content is None:
         content = ""
         notes.append(Note.CONTENT_NULL)
-    elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
+    elif isinstance(content, list | tuple):
         content, thought, part_calls = _parts(content, where, notes)
         calls = [*calls, *part_calls]
         if reasoning and thought:
@@ -198,9 +200,9 @@ def _parts(parts: Sequence[Any], where: str, notes: list[str]) -> tuple[str, str
     last = 0
     for number, part in enumerate(parts):
         place = f"{where}.content[{number}]"
-        said = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        said = part.get("type") if isinstance(part, dict) else type(part).__name__
         kind = kinds.get(said) if isinstance(said, str) else None
-        if kind is None or not isinstance(part, Mapping):
+        if kind is None or not isinstance(part, dict):
             raise RowRejected(
                 Reason.BAD_MESSAGE, f"{place} is of type {str(said)[:40]!r}; only text can be packed"
             )
@@ -223,7 +225,7 @@ def _as_calls(value: Any, where: str, notes: list[str]) -> list[Any]:
         notes.append(Note.CALL_CONVERTED)
     if not value:
         return []
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return [value]
     if not isinstance(value, list | tuple):
         raise RowRejected(Reason.BAD_TOOLS, f"{where}: a call is an object, not {type(value).__name__}")
@@ -245,7 +247,7 @@ def _call(raw: Any, where: str, notes: list[str]) -> dict[str, Any]:
     elif arguments is None or isinstance(arguments, str):
         arguments = {}
         notes.append(Note.ARGUMENTS_EMPTY)
-    if not isinstance(arguments, Mapping):
+    if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         raise RowRejected(Reason.BAD_TOOLS, f"{where}: arguments are of type {kind}, not an object")
     if any(raw[name] is not None for name in rest - {"id", "index"}):
@@ -258,14 +260,14 @@ def _call(raw: Any, where: str, notes: list[str]) -> dict[str, Any]:
 
 def _function(raw: Any, where: str) -> tuple[Mapping[str, Any], set[str]]:
     """(the part of a call or tool that has its name, the outer keys that are not understood)."""
-    if not isinstance(raw, Mapping):
+    if not isinstance(raw, dict):
         raise RowRejected(Reason.BAD_TOOLS, f"{where} is {type(raw).__name__}, not an object")
     if raw.get("type") not in (None, "function"):
         raise RowRejected(Reason.BAD_TOOLS, f"{where} is of type {str(raw['type'])[:40]!r}, not a function")
     function = raw.get("function")
     if function is None:
         function = raw
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise RowRejected(Reason.BAD_TOOLS, f"{where} has no function name")
     known = {"type", "function"} if function is not raw else {"type", "name", "arguments", "parameters"}
     return function, raw.keys() - known
@@ -322,7 +324,7 @@ def clean(value: Any, *, replace: bool, notes: list[str]) -> Any:
     Raises:
         RowRejected: a lone surrogate, or tools and arguments that are no JSON or nested too deeply.
     """
-    if not _has_surrogate(value, depth=0):
+    if not _has_surrogate(value):
         return value
     if not replace:
         raise RowRejected(Reason.LONE_SURROGATE, "text has half of a surrogate pair, which is no character")
@@ -330,19 +332,27 @@ def clean(value: Any, *, replace: bool, notes: list[str]) -> Any:
     return _mended(value)
 
 
-def _has_surrogate(value: Any, *, depth: int) -> bool:
-    kind = type(value)
-    if kind is str:
-        return not value.isascii() and _SURROGATE.search(value) is not None
-    if value is None or kind is bool or kind is int or (kind is float and math.isfinite(value)):
-        return False
-    if depth > MAX_DEPTH:
-        raise RowRejected(Reason.BAD_TOOLS, f"tools or arguments are nested more than {MAX_DEPTH} deep")
-    if kind is list:
-        return True in [_has_surrogate(item, depth=depth + 1) for item in value]
-    if kind is dict and all(type(key) is str for key in value):
-        return True in [_has_surrogate(item, depth=depth + 1) for item in (*value, *value.values())]
-    raise RowRejected(Reason.BAD_TOOLS, f"tools or arguments hold {str(value)[:40]!r}, which is no JSON")
+def _has_surrogate(value: Any) -> bool:
+    """Level by level and without recursion: half the time of the check for everything else in a record."""
+    found = False
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind is str:
+                found = found or (not item.isascii() and _SURROGATE.search(item) is not None)
+            elif kind is dict and all(type(key) is str for key in item):
+                below.extend(item)
+                below.extend(item.values())
+            elif kind is list:
+                below.extend(item)
+            elif not (item is None or kind is bool or kind is int or (kind is float and math.isfinite(item))):
+                raise RowRejected(Reason.BAD_TOOLS, f"tools or arguments hold {str(item)[:40]!r}: no JSON")
+        if not below:
+            return found
+        level = below
+    raise RowRejected(Reason.BAD_TOOLS, f"tools or arguments are nested more than {MAX_DEPTH} deep")
 
 
 def _mended(value: Any) -> Any:

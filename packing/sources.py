@@ -135,7 +135,7 @@ def _named(place: str, *more: type[Exception], suffix: Callable[[], str] = str) 
 
     try:
         yield
-    except (Damaged, OSError, pa.ArrowException, *more) as error:
+    except (Damaged, OSError, UnicodeDecodeError, pa.ArrowException, *more) as error:
         raise InputError(f"{place}: {' '.join(str(error).split())[:300]}{suffix()}") from None
 
 

@@ -23,7 +23,6 @@ from packing.errors import Reason, RowRejected
 
 BOM = b"\xef\xbb\xbf"
 
-_LONG_NUMBER = re.compile(rb"\d{19}")  # 2**63 has 19 digits
 _SPACED_COLON = re.compile(rb'"[ \t\r\n]+:')
 
 
@@ -44,7 +43,7 @@ def loads(text: bytes | str) -> Any:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return _loads_slowly(_decode(raw))
-    if _LONG_NUMBER.search(raw) or _keys_at_most(raw) != _keys(value):
+    if _keys_at_most(raw) != _keys(value):
         return _loads_slowly(_decode(raw))
     return value
 
@@ -61,16 +60,19 @@ def _keys_at_most(raw: bytes) -> int:
 
 
 def _keys(value: Any) -> int:
-    """The number of keys in all objects of a parsed text."""
+    """The number of keys in all objects of a parsed text, or -2 with a float that may be a whole number."""
     count = 0
     stack = [value]
     while stack:
         item = stack.pop()
-        if type(item) is dict:
+        kind = type(item)
+        if kind is dict:
             count += len(item)
             stack.extend(item.values())
-        elif type(item) is list:
+        elif kind is list:
             stack.extend(item)
+        elif kind is float and abs(item) >= 2**63:
+            return -2
     return count
 
 
