@@ -1,0 +1,60 @@
+"""Run under torchrun as `gradients_worker.py SHARDS OUT`: rank 0 saves whole gradients of one step."""
+
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from training.config import Config, load
+from training.model import read_config
+from training.parallel import World, join
+from training.train import build, evaluate, forward_backward, open_data, spread
+
+
+def gradients(*configs: Config) -> list[dict[str, torch.Tensor]]:
+    """For each configuration the whole gradient of an epoch as one step, its loss, and the held-out loss."""
+    with join(configs[0].parallel) as world:
+        return [gradient(config, world) for config in configs]
+
+
+def gradient(config: Config, world: World) -> dict[str, torch.Tensor]:
+    data, held_out = open_data(config, world)
+    root = build(config, read_config(config.model, vocabulary=data.vocabulary), world)
+    spread(root, config, world)
+    batches = list(itertools.islice(data.stream(), data.micro_batches(epochs=1)))
+    (count,) = world.sum(sum(batch.supervised_tokens for batch in batches))
+    share = forward_backward(
+        root,
+        batches,
+        num_items_in_batch=int(count),
+        device=world.device,
+        reduce_each=config.parallel.reduce == "micro_batch",
+    )
+    found = {
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
+        for name, p in root.model.named_parameters()
+    }
+    assert held_out
+    return found | {
+        "loss": torch.tensor(world.sum(float(share))[0]),
+        "held_out": torch.tensor(evaluate(root, held_out, step=0, world=world)["loss"]),
+    }
+
+
+def configuration(folder: Path, shards: Path, *overrides: str) -> Config:
+    """A configuration of the tiny model on the shards."""
+    path = folder / "gradients.toml"
+    path.write_text(f'[data]\nshards = "{shards}"\n[model]\nconfig = "tiny-qwen3_5"\n[eval]\nevery = 1\n')
+    return load(path, overrides=overrides)
+
+
+if __name__ == "__main__":
+    shards, out = map(Path, sys.argv[1:])
+    found = gradients(
+        configuration(out.parent, shards), configuration(out.parent, shards, "parallel.reduce=micro_batch")
+    )
+    if os.environ["RANK"] == "0":
+        torch.save(found, out)

@@ -1,0 +1,95 @@
+"""A run's configuration: what is accepted, and the one line that says why something is not."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from training.config import RANGES, SECTIONS, load, to_toml
+from training.data import InputError, OptionError
+
+MINIMAL = '[data]\nshards = "shards"\n[model]\nconfig = "tiny-qwen3_5"\n'
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_defaults_and_overrides(tmp_path: Path) -> None:
+    """A file sets some keys, --set others with or without TOML quotes, and the rest are defaults."""
+    config = load(
+        written(tmp_path, MINIMAL + "[optim]\nlr = 1\n"),
+        overrides=["schedule.steps=7", "data.shards=my/shards", 'run.dir="out"', "optim.clip = 0"],
+    )
+    assert (config.schedule.steps, config.data.shards, config.run.dir) == (7, "my/shards", "out")
+    assert config.optim.lr == 1.0
+    assert isinstance(config.optim.clip, float)
+    assert config.model.precision == "auto"
+
+
+def test_resolved_configuration_is_a_configuration(tmp_path: Path) -> None:
+    """What the run directory holds loads to an equal configuration."""
+    config = load(written(tmp_path, MINIMAL), overrides=['run.dir=a "quoted" name', "optim.lr=3e-4"])
+    assert load(written(tmp_path, to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.lrr=1", ["optim.lrr", "did you mean optim.lr?"]),
+        ("learning.weight_decay=1", ["did you mean optim.weight_decay?"]),
+        ("xyzzy=1", ["xyzzy", "the sections are run, data"]),
+        ("optim.lr=fast", ["optim.lr", "'fast'", "no float"]),
+        ("schedule.steps=1.5", ["schedule.steps", "no int"]),
+        ("schedule.steps=true", ["schedule.steps", "no int"]),
+        ("schedule.kind=cosin", ["'cosin'", "cosine, linear, constant, wsd"]),
+        ("data.accumulation=0", ["data.accumulation", "between 1 and"]),
+        ("optim.lr=nan", ["optim.lr", "between 0 and"]),
+        ("schedule.kind=wsd", ["schedule.decay"]),
+        ("model.weights=somewhere", ["model.weights", "model.config"]),
+        ("optim.lr", ["section.key=value"]),
+    ],
+)
+def test_bad_option_is_named(tmp_path: Path, override: str, words: list[str]) -> None:
+    """One line names the key, the value, and the nearest known key or the law."""
+    with pytest.raises(OptionError) as caught:
+        load(written(tmp_path, MINIMAL), overrides=[override])
+    text = str(caught.value)
+    assert "\n" not in text
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[data\n", ["run.toml", "not a TOML file"]),
+        ("[model]\nconfig = 'tiny-qwen3_5'\n", ["data.shards is missing"]),
+        (MINIMAL.replace("[model]", "[mode]"), ["unknown key mode.config", "model.config"]),
+        ("[data]\nshards = 'shards'\n", ["model.weights", "model.config"]),
+    ],
+)
+def test_bad_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    """A file that is no TOML, lacks what has to be there or has unknown keys is refused in one line."""
+    with pytest.raises((OptionError, InputError)) as caught:
+        load(written(tmp_path, text))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    """A missing configuration is named with its path."""
+    with pytest.raises(InputError, match=r"nowhere\.toml"):
+        load(tmp_path / "nowhere.toml")
+
+
+def test_every_number_has_a_range() -> None:
+    """Each whole or real number but the seed has a range, and each range a key; defaults lie within."""
+    numbers = {
+        f"{section}.{field.name}": field.default
+        for section, cls in SECTIONS.items()
+        for field in dataclasses.fields(cls)
+        if field.type in ("int", "float") and field.name != "seed"
+    }
+    assert numbers.keys() == RANGES.keys()
+    assert all(least <= numbers[key] <= most for key, (least, most) in RANGES.items())

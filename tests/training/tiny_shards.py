@@ -1,0 +1,56 @@
+"""Tiny shards and configurations for the trainer's tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from packing.buffer import build_buffer
+from packing.example import Example, make_example
+from packing.shards import ShardWriter
+
+VOCABULARY = 97
+CAPACITY = 64
+
+
+def examples(count: int, *, seed: int = 0, most: int = 24) -> list[Example]:
+    """Examples with a rule to learn: each token is its predecessor plus a step that the first token tells."""
+    random = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        length = int(random.integers(4, most))
+        start, step = random.integers(0, VOCABULARY), random.integers(1, 4)
+        ids = (start + step * np.arange(length)) % VOCABULARY
+        found.append(make_example(ids, trained=np.arange(length) >= 2))
+    return found
+
+
+def write_shards(
+    out: Path,
+    *,
+    train: Sequence[Sequence[Example]],
+    held_out: Sequence[Sequence[Example]] = (),
+    capacity: int = CAPACITY,
+    vocabulary: int = VOCABULARY,
+) -> Path:
+    """A shard directory of the given buffers, and its part `eval` if there are held-out ones."""
+    with ShardWriter(out, capacity=capacity, fingerprint={"chat": {"vocabulary": vocabulary}}) as writer:
+        if held_out:
+            part = writer.part("eval")
+            for buffer in held_out:
+                part.write(build_buffer(buffer))
+            part.finish({})
+        number = 0
+        for buffer in train:
+            writer.write(build_buffer(buffer, example_ids=range(number, number + len(buffer))))
+            number += len(buffer)
+        writer.finish({})
+    return out
+
+
+def some_shards(out: Path, *, buffers: int = 12, seed: int = 0, capacity: int = CAPACITY) -> Path:
+    """Shards of buffers with two or three examples each, and two held-out buffers."""
+    found = iter(examples(3 * buffers + 6, seed=seed))
+    groups = [[next(found) for _ in range(2 if number % 3 else 3)] for number in range(buffers + 2)]
+    groups = [[e for e in group if len(e) <= CAPACITY // 3] or group[:1] for group in groups]
+    return write_shards(out, train=groups[2:], held_out=groups[:2], capacity=capacity)

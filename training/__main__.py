@@ -1,0 +1,74 @@
+"""The command: `torchrun --standalone --nproc-per-node N -m training run.toml [--set key=value]`.
+
+`python -m training check RUN --eval-ratio R` reads a finished run's metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from training.data import PadfreeError
+
+COMMANDS = ("run", "check")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments; `run` is understood where no command is named."""
+    main = argparse.ArgumentParser(
+        prog="python -m training", description="Trains on the shards that `padfree pack` wrote."
+    )
+    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="train; the default, its name can be left out")
+    run.add_argument("config", metavar="run.toml")
+    run.add_argument(
+        "--set", action="append", default=[], metavar="section.key=value", help="overrides the file"
+    )
+    run.add_argument("--resume", action="store_true", help="go on from the run directory's newest checkpoint")
+    run.add_argument("--dry-run", action="store_true", help="check and print what would run, then stop")
+    check = commands.add_parser("check", help="compare a run's evaluation losses at its start and end")
+    check.add_argument("run", metavar="RUN", help="run directory")
+    check.add_argument("--eval-ratio", type=float, required=True, metavar="R")
+    return main
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; 0 is success, 1 a check that fails, 2 anything else that a user can cause."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] not in (*COMMANDS, "-h", "--help"):
+        words.insert(0, "run")
+    arguments = parser().parse_args(words)
+    try:
+        if arguments.command == "check":
+            from training.metrics import compare_evals
+
+            text, holds = compare_evals(arguments.run, limit=arguments.eval_ratio)
+            print(text)
+            return 0 if holds else 1
+        from training.config import load
+
+        config = load(arguments.config, overrides=arguments.set)
+        from training.train import train  # torch and transformers: seconds, and needless for a typo
+
+        # torchrun starts all ranks again after a failure, with --max-restarts: then go on by itself.
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        train(config, resume=arguments.resume or restarted, dry_run=arguments.dry_run)
+    except PadfreeError as error:
+        _say(error)
+        return 2
+    return 0
+
+
+def _say(error: PadfreeError) -> None:
+    """One line from one rank of a machine: the others wait, and torchrun ends them meanwhile."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if rank:
+        time.sleep(5)
+    print(f"training: {'' if not rank else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

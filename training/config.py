@@ -1,0 +1,260 @@
+"""What a run is: frozen dataclasses, filled from a TOML file and `--set section.key=value`.
+
+    [data]
+    shards = "shards"
+    [model]
+    config = "tiny-qwen3_5"
+
+An unknown key, a value of another type and a value out of range are errors that name the nearest
+known key or the law. `to_toml` writes the resolved configuration, defaults included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from training.data import InputError, OptionError
+
+Precision = Literal["fp32", "mixed", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    dir: str = "run"
+    """Directory of the resolved configuration, the metrics and the checkpoints."""
+    steps: int = 0
+    """Stop after this many steps of the schedule; 0 runs it whole."""
+    seed: int = 0
+    """Of the initial weights, of the order of the data, and of dropout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    shards: str
+    """Directory that `padfree pack` wrote."""
+    buffers: int = 1
+    """Buffers a micro-batch and rank: they are laid side by side in one row."""
+    accumulation: int = 1
+    """Micro-batches a step."""
+    prefetch: int = 2
+    """Micro-batches that a thread makes ready ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    weights: str = ""
+    """Hugging Face directory to start from."""
+    config: str = ""
+    """Instead of weights: random ones for this configuration, a file, a directory or "tiny-qwen3_5"."""
+    precision: Literal["auto", "fp32", "mixed", "bf16"] = "auto"
+    """mixed computes in bf16 on fp32 master weights. auto is mixed on CUDA and fp32 on a CPU."""
+    kernels: Literal["auto", "fused", "reference"] = "auto"
+    """auto is fused on CUDA and the segment-walking reference on a CPU."""
+    loss: Literal["auto", "liger", "plain"] = "auto"
+    """liger: the logits are never whole in memory. auto is liger on CUDA, plain on a CPU."""
+    checkpointing: int = 1
+    """Recompute every n-th layer's activations in the backward pass; 0 keeps all, 1 recomputes each layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is CUDA where there is any."""
+    reduce: Literal["step", "micro_batch"] = "step"
+    """When gradients are summed over ranks: once a step, which keeps them whole on each rank until then."""
+    timeout: float = 600.0
+    """Seconds after which a collective that some rank never joined ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    lr: float = 1e-5
+    """Peak learning rate."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """On matrices; never on norms, biases and the delta rule's per-head scalars."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; 0 leaves it as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """wsd: warm-up, stable, decay."""
+    steps: int = 0
+    """Steps from the first to the last; 0 takes them from `epochs`."""
+    epochs: int = 1
+    """Passes over the data, where `steps` is 0, rounded up to a whole step."""
+    warmup: int = 0
+    """Steps in which the learning rate rises from nothing to its peak."""
+    decay: int = 0
+    """wsd: the last steps, in which it falls linearly."""
+    floor: float = 0.0
+    """Where it ends, as a share of the peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    every: int = 0
+    """Evaluate after every n-th step, before the first and after the last; 0 never does."""
+    shards: str = ""
+    """Shard directory to evaluate on; "" is what `--eval-fraction` held out, `eval` in the shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    every: int = 0
+    """Save after every n-th step; 0 saves only after the last."""
+    keep: int = 2
+    """Newest checkpoints that stay; 0 keeps all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run: Run = field(default_factory=Run)
+    data: Data
+    model: Model = field(default_factory=Model)
+    parallel: Parallel = field(default_factory=Parallel)
+    optim: Optim = field(default_factory=Optim)
+    schedule: Schedule = field(default_factory=Schedule)
+    eval: Eval = field(default_factory=Eval)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+SECTIONS: dict[str, type[Any]] = typing.get_type_hints(Config)
+
+# key -> (least, most); a key that is not here may be any value of its type
+RANGES: dict[str, tuple[float, float]] = {
+    "run.steps": (0, 2**31),
+    "data.buffers": (1, 1024),
+    "data.accumulation": (1, 2**20),
+    "data.prefetch": (0, 1024),
+    "model.checkpointing": (0, 1024),
+    "parallel.timeout": (1, 1e6),
+    "optim.lr": (0, 10),
+    "optim.beta1": (0, 1),
+    "optim.beta2": (0, 1),
+    "optim.eps": (0, 1),
+    "optim.weight_decay": (0, 10),
+    "optim.clip": (0, 1e9),
+    "schedule.steps": (0, 2**31),
+    "schedule.epochs": (1, 10_000),
+    "schedule.warmup": (0, 2**31),
+    "schedule.decay": (0, 2**31),
+    "schedule.floor": (0, 1),
+    "eval.every": (0, 2**31),
+    "checkpoint.every": (0, 2**31),
+    "checkpoint.keep": (0, 2**31),
+}
+
+
+def load(path: str | Path, *, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a TOML file, with `section.key=value` overrides on top.
+
+    Raises:
+        InputError: the file is missing or not TOML.
+        OptionError: an unknown key, a value of another type or out of range, options that exclude each other.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: can't read the configuration: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a TOML file: {error}") from error
+    values = {key: (value, str(path)) for key, value in _flatten(table)}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise OptionError(f"--set {override}: write it as section.key=value")
+        values[key.strip()] = (_parse(text.strip()), f"--set {override}")
+    return _build(values)
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as TOML: `load` of it gives an equal one."""
+    lines = []
+    for section, values in dataclasses.asdict(config).items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""]
+    return "\n".join(lines)
+
+
+def _flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, values in table.items():
+        if isinstance(values, Mapping):
+            yield from ((f"{section}.{key}", value) for key, value in values.items())
+        else:
+            yield section, values
+
+
+def _parse(text: str) -> Any:
+    """A TOML value, or the text itself, so that `--set data.shards=my/shards` needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _build(values: Mapping[str, tuple[Any, str]]) -> Config:
+    types = {
+        f"{section}.{key}": kind
+        for section, cls in SECTIONS.items()
+        for key, kind in typing.get_type_hints(cls).items()
+    }
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for key, (value, origin) in values.items():
+        if key not in types:
+            raise OptionError(f"{origin}: unknown key {key}; {_nearest(key, list(types))}")
+        section, _, name = key.partition(".")
+        sections[section][name] = _checked(key, value, types[key], origin)
+    if "shards" not in sections["data"]:
+        raise OptionError("data.shards is missing: the directory that `padfree pack` wrote")
+    config = Config(**{section: SECTIONS[section](**given) for section, given in sections.items()})
+    if bool(config.model.weights) == bool(config.model.config):
+        raise OptionError(
+            "set one of model.weights (a Hugging Face directory to start from) "
+            "and model.config (random weights for a configuration)"
+        )
+    if config.schedule.kind == "wsd" and config.schedule.decay == 0:
+        raise OptionError("schedule.kind = wsd needs schedule.decay, the number of steps that it falls in")
+    return config
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    names = [name.partition(".")[2] for name in known]
+    name = key.rpartition(".")[2]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
+        known[names.index(match)] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    ]
+    return f"did you mean {close[0]}?" if close else f"the sections are {', '.join(SECTIONS)}"
+
+
+def _checked(key: str, value: Any, kind: Any, origin: str) -> Any:
+    """The value, a whole number as float where a float is wanted.
+
+    Raises:
+        OptionError: another type, no choice of the list, or out of range.
+    """
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise OptionError(f"{origin}: {key} = {value!r} is none of {', '.join(choices)}")
+        return value
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise OptionError(f"{origin}: {key} = {value!r} is no {kind.__name__}")
+    if key in RANGES:
+        least, most = RANGES[key]
+        if not least <= value <= most:
+            raise OptionError(f"{origin}: {key} = {value!r} is not between {least:g} and {most:g}")
+    return value

@@ -1,0 +1,195 @@
+"""The shards as the trainer sees them. The one file here, beside the kernels' own, that imports `packing`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from packing.errors import InputError, OptionError, OutputError, PadfreeError, ResumeError, ShardError
+from packing.example import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+PADDED_VOCABULARY = 2048
+"""Models round their vocabulary up, by at most this in the field (gpt-oss: 1,069; Qwen3: 267)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one rank computes at a time, and what it is made of.
+
+    Attributes:
+        inputs: The arguments of the model's forward, `labels` among them: the loader's batch.
+        real_tokens: Tokens of examples, the tail left out.
+        supervised_tokens: Labels that are not −100.
+        squared_lengths: Σ Lᵢ² over the examples, for counting attention's operations.
+        buffers: Buffers laid side by side, all-tail ones included.
+        example_ids: The examples' numbers.
+    """
+
+    inputs: Mapping[str, Any]
+    real_tokens: int
+    supervised_tokens: int
+    squared_lengths: int
+    buffers: int
+    example_ids: tuple[int, ...]
+
+
+class TrainingData:
+    """The micro-batches of this rank from a shard directory."""
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        part: str | None = None,
+        rank: int,
+        world_size: int,
+        buffers: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        """Opens the shards; the digest of each file is checked when it is first read.
+
+        Args:
+            directory: What `padfree pack` wrote.
+            part: A shard set inside it, as "eval".
+            rank: Of this process.
+            world_size: Processes that share the buffers.
+            buffers: In a micro-batch.
+            seed: Of the order.
+            shuffle: Whether each epoch has an order of its own.
+            prefetch: Micro-batches that a thread makes ready ahead.
+            pin_memory: For copies to a GPU that don't wait.
+
+        Raises:
+            ShardError: missing, damaged, or without a buffer.
+        """
+        from packing.loader import PackedDataLoader
+        from packing.shards import open_shards
+
+        shards = open_shards(directory)
+        self.shards = shards.part(part) if part else shards
+        self.capacity: int = self.shards.capacity
+        self._buffers, self._rank, self._world_size = buffers, rank, world_size
+        self._loader = PackedDataLoader(
+            self.shards,
+            seed=seed,
+            shuffle=shuffle,
+            prefetch=prefetch,
+            pin_memory=pin_memory,
+            batch_size=buffers,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    @cached_property
+    def _words(self) -> int | None:
+        found: int | None = self.shards.manifest["fingerprint"].get("chat", {}).get("vocabulary")
+        return found
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Words of the tokenizer; where the manifest does not say, the least that the ids need.
+
+        The largest id is found by reading all: a second for 250 million tokens.
+        """
+        if self._words is not None:
+            return self._words
+        return 1 + max(int(self.shards[number].input_ids.max()) for number in range(len(self.shards)))
+
+    def micro_batches(self, *, epochs: int) -> int:
+        """Micro-batches that each rank gets in so many epochs."""
+        return epochs * math.ceil(len(self.shards) / (self._buffers * self._world_size))
+
+    def check_ranks(self) -> None:
+        """Refuses more ranks than buffers: some would never see an example.
+
+        Raises:
+            OptionError: names both numbers.
+        """
+        if len(self.shards) < self._world_size:
+            raise OptionError(
+                f"{self.shards.path} holds {len(self.shards)} buffers, too few for {self._world_size} ranks: "
+                "use fewer ranks, or pack more data or a smaller capacity"
+            )
+
+    def check_model(self, config: PretrainedConfig) -> None:
+        """Refuses a model that these shards were not made for.
+
+        Raises:
+            OptionError: another vocabulary, or more tokens in a buffer than the model has positions.
+        """
+        words = config.vocab_size
+        if words < self.vocabulary or (self._words and words > self._words + PADDED_VOCABULARY):
+            raise OptionError(
+                f"{self.shards.path} was packed with a tokenizer of {self.vocabulary} words, the model has "
+                f"{words}: pack with the model's own tokenizer"
+            )
+        positions = getattr(config, "max_position_embeddings", None)
+        if positions is not None and self.capacity > positions:
+            raise OptionError(
+                f"{self.shards.path} has a capacity of {self.capacity} tokens, the model takes {positions} "
+                f"positions: pack with --capacity {positions} or less"
+            )
+
+    def stream(self) -> Iterator[MicroBatch]:
+        """Epoch after epoch without end, from where the state is."""
+        while True:
+            yield from self.epoch()
+
+    def epoch(self) -> Iterator[MicroBatch]:
+        """The rest of the loader's epoch, or the next one."""
+        from packing.loader import PackedSampler
+
+        state = self._loader.state_dict()
+        keys = PackedSampler(
+            self.shards,
+            options=self._loader.options,
+            epoch=state["epoch"],
+            start=state["buffers"],
+            batch_size=self._buffers,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+        for inputs, numbers in zip(self._loader, keys, strict=True):
+            buffers = [self._loader.dataset[number] for number in numbers]  # views, no copies
+            yield MicroBatch(
+                inputs=inputs,
+                real_tokens=sum(map(len, buffers)),
+                supervised_tokens=int((inputs["labels"] != IGNORE_INDEX).sum()),
+                squared_lengths=sum(int((b.seq_lengths.astype("int64") ** 2).sum()) for b in buffers),
+                buffers=len(buffers),
+                example_ids=tuple(int(i) for b in buffers for i in b.example_ids),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is; the same on every rank at the same step."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state, on any number of ranks.
+
+        Raises:
+            ResumeError: it belongs to other shards or to another order.
+        """
+        self._loader.load_state_dict(state)
+
+
+__all__ = [
+    "IGNORE_INDEX",
+    "InputError",
+    "MicroBatch",
+    "OptionError",
+    "OutputError",
+    "PadfreeError",
+    "ResumeError",
+    "ShardError",
+    "TrainingData",
+]

@@ -1,0 +1,147 @@
+"""What a run says of itself: a JSON line a step, and a live line on the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from training.data import InputError
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Rank 0's metrics file and display; on the other ranks nothing is written or shown.
+
+    Each line of the file is an object with `kind` "train" or "eval" and `step`, the number of
+    optimizer steps taken so far. Tokens a second count all ranks, `_per_rank` one of them.
+    """
+
+    def __init__(self, directory: Path, *, steps: int, done: int, active: bool, mode: str) -> None:
+        """Opens the file.
+
+        Args:
+            directory: The run directory; its file is cut back to the lines up to step `done`.
+            steps: The run's last step.
+            done: Steps taken already.
+            active: Whether this rank writes and shows.
+            mode: "live", "plain" or "auto", which is live on a terminal.
+        """
+        self._active = active
+        self._steps = steps
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._live = active and (mode == "live" or (mode == "auto" and self._console.is_terminal))
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[line]}"),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=done, line="")
+        if active:
+            path = directory / FILE
+            kept = [line for line in read(path) if line["step"] <= done] if path.exists() else []
+            self._file = path.open("w", encoding="utf-8")
+            for line in kept:
+                self._write(line)
+
+    def __enter__(self) -> Metrics:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+        if self._active:
+            self._file.close()
+
+    def say(self, text: str) -> None:
+        """One line to the person who watches."""
+        if self._active:
+            self._console.print(text, markup=False)
+
+    def train(self, values: Mapping[str, Any]) -> None:
+        """A step's values, to the file and the display."""
+        if not self._active:
+            return
+        self._write({"kind": "train", **values})
+        line = (
+            f"loss {values['loss']:.4f}  grad {values['grad_norm']:.3g}  lr {values['lr']:.3g}  "
+            f"{values['real_tokens_per_s']:,.0f} real tok/s "
+            f"({values['real_tokens_per_s_per_rank']:,.0f} a rank)  "
+            f"{values['supervised_tokens_per_s']:,.0f} supervised  fill {values['fill']:.3f}  "
+            f"{values['step_s']:.2f} s  {values['memory_gib']:.1f} GiB"
+        )
+        if self._live:
+            self._progress.update(self._task, completed=values["step"], line=line)
+        else:
+            self.say(f"step {values['step']}/{self._steps}  {line}")
+
+    def eval(self, values: Mapping[str, Any]) -> None:
+        """An evaluation's values, to the file and the display."""
+        if self._active:
+            self._write({"kind": "eval", **values})
+            self.say(
+                f"step {values['step']}/{self._steps}  evaluation loss {values['loss']:.4f} over "
+                f"{values['supervised_tokens']:,} supervised tokens  {values['eval_s']:.2f} s"
+            )
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line cut off by a kill is left out.
+
+    Raises:
+        InputError: no such file, or a line that is not JSON.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: can't read metrics: {error.strerror}") from error
+    lines = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        if line.endswith("\n"):
+            try:
+                lines.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise InputError(f"{path}:{number}: not a JSON line: {error}") from error
+    return lines
+
+
+def compare_evals(directory: str, *, limit: float) -> tuple[str, bool]:
+    """Compares the mean evaluation loss of the last tenth of the steps with that of the first tenth.
+
+    Returns:
+        A sentence with both and their ratio, and whether that is at most the limit.
+
+    Raises:
+        InputError: no metrics, or no evaluations in one of the two tenths.
+    """
+    lines = read(Path(directory) / FILE)
+    evals = [line for line in lines if line["kind"] == "eval"]
+    last_step = max((line["step"] for line in lines), default=0)
+    first = [line["loss"] for line in evals if line["step"] <= last_step / 10]
+    last = [line["loss"] for line in evals if line["step"] >= last_step * 9 / 10]
+    if not first or not last:
+        raise InputError(
+            f"{directory}: no evaluation in the first or the last tenth of {last_step} steps; set eval.every"
+        )
+    before, after = sum(first) / len(first), sum(last) / len(last)
+    return (
+        f"evaluation loss {before:.3f} in the first tenth of {last_step} steps, {after:.3f} in the last: "
+        f"{after / before:.2f} times, at most {limit:g} wanted",
+        after <= limit * before,
+    )

@@ -1,0 +1,201 @@
+"""From a configuration or a Hugging Face directory to a model: on meta first, values block by block."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from training.config import Model, Precision
+from training.data import InputError, OptionError
+
+TINY: dict[str, dict[str, Any]] = {
+    # Three gated-delta-net layers and one of attention: each kind of layer that Qwen3.5 has.
+    "tiny-qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
+    """The text model's configuration. The built-in tiny ones take the shards' vocabulary.
+
+    Raises:
+        InputError: no such file, or no configuration that transformers knows.
+    """
+    place = model.weights or model.config
+    if place in TINY:
+        return AutoConfig.for_model(**TINY[place], vocab_size=vocabulary)
+    path = Path(place)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text("utf-8"))
+        config = AutoConfig.for_model(**values)
+    except OSError as error:
+        raise InputError(
+            f"{file}: can't read the model's configuration: {error.strerror}; built in are {', '.join(TINY)}"
+        ) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{file}: no model configuration that transformers knows: {error}") from error
+    return config.get_text_config()
+
+
+def skeleton(config: PretrainedConfig, *, precision: Precision) -> PreTrainedModel:
+    """The model on the meta device: shapes and types, no memory.
+
+    Raises:
+        InputError: transformers has no causal language model for this configuration.
+    """
+    with torch.device("meta"):
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except ValueError as error:
+            raise InputError(
+                f"{config.model_type}: transformers has no causal language model for it"
+            ) from error
+    model.config.use_cache = False
+    if precision != "fp32":
+        for module in model.modules():
+            if _is_norm(module):
+                module.register_forward_hook(_restore_dtype, with_kwargs=True)
+    if precision == "bf16":
+        islands = whole(model)
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in islands:
+                    setattr(module, name, nn.Parameter(parameter.bfloat16(), parameter.requires_grad))
+        model.tie_weights()
+    return model
+
+
+def blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, by the class names that the model says not to split.
+
+    Raises:
+        OptionError: the model names none.
+    """
+    names = set(model._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if not found:
+        raise OptionError(f"{type(model).__name__} names no layers to shard (_no_split_modules)")
+    return found
+
+
+def whole(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters that stay fp32 beside bf16 ones: norms, and the delta rule's A_log and dt_bias.
+
+    A rounded A_log is exponentiated and then multiplied up along the sequence; all of them together
+    are less than a ten-thousandth of a model.
+    """
+    return {
+        parameter
+        for child in module.modules()
+        for name, parameter in child.named_parameters(recurse=False)
+        if _is_norm(child) or name in ("A_log", "dt_bias")
+    }
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__
+
+
+def _restore_dtype(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Some norms multiply by their weight last and would hand its fp32 on to bf16 matrices."""
+    given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return output.to(given.dtype) if isinstance(output, Tensor) else output
+
+
+def materialise(module: nn.Module, *, model: PreTrainedModel, device: torch.device, seed: int) -> None:
+    """Random values for what is still on meta in a module: the same on any number of ranks.
+
+    Raises:
+        OptionError: the model's own initialisation leaves a parameter or buffer without value.
+    """
+    names = {child: name for name, child in model.named_modules()}
+    for child in module.modules():
+        own = [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]
+        if not any(tensor.is_meta for _, tensor in own):
+            continue
+        child.to_empty(device=device, recurse=False)
+        own = [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]
+        for _, tensor in own:
+            if tensor.is_floating_point():
+                tensor.data.fill_(torch.nan)
+        name = names[child]
+        torch.manual_seed(seed + zlib.crc32(name.encode()))
+        with torch.no_grad():
+            model._init_weights(child)
+        for key, tensor in own:
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise OptionError(f"{type(model).__name__} gives {name}.{key} no initial value")
+    model.tie_weights()
+
+
+def load_weights(model: PreTrainedModel, directory: str) -> None:
+    """Reads safetensors straight into the shards: each rank reads its own slices alone.
+
+    Raises:
+        InputError: no safetensors, or a parameter that they do not hold.
+    """
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise InputError(f"{directory}: no *.safetensors files to load weights from")
+    reader = HuggingFaceStorageReader(directory)
+    stored = reader.read_metadata().state_dict_metadata
+    tied = {name for name, tensor in model.named_parameters(remove_duplicate=False)} - {
+        name for name, tensor in model.named_parameters()
+    }
+    wanted, missing = {}, []
+    for name, tensor in model.state_dict().items():
+        # Conditional-generation checkpoints keep the text model under another prefix.
+        names = [name, name.replace("model.", "model.language_model.", 1)]
+        found = next((key for key in names if key in stored), None)
+        if found is not None:
+            wanted[found] = tensor
+        elif name not in tied:
+            missing.append(name)
+    if missing:
+        raise InputError(
+            f"{directory}: {len(missing)} of {len(wanted) + len(missing)} parameters of "
+            f"{type(model).__name__} are not in the safetensors, among them {missing[0]}"
+        )
+    load_tensors(wanted, storage_reader=reader)
+
+
+def recompute(layers: Sequence[Any], *, every: int) -> None:
+    """Has every n-th layer forget its activations and compute them again in the backward pass.
+
+    Raises:
+        OptionError: a layer that transformers can't checkpoint.
+    """
+    for layer in layers[::every] if every else []:
+        if not hasattr(layer, "gradient_checkpointing"):
+            raise OptionError(
+                f"{type(layer).__name__} can't recompute its activations; set model.checkpointing=0"
+            )
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = _recompute
+
+
+def _recompute(function: Any, *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)

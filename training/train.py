@@ -1,0 +1,261 @@
+"""The training run, top to bottom."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
+
+from training import checkpoint, kernels
+from training.config import Config, Precision, to_toml
+from training.data import MicroBatch, TrainingData
+from training.loss import SupervisedLoss, choose_loss
+from training.metrics import Metrics
+from training.model import blocks, load_weights, materialise, read_config, recompute, skeleton, whole
+from training.optim import clip, learning_rate, make_optimizer
+from training.parallel import World, join, on_device, reduce_whole, shard
+
+
+def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> None:
+    """Trains as the configuration says; every rank calls it.
+
+    Args:
+        config: The resolved configuration.
+        resume: Go on from the newest checkpoint in the run directory, or start where there is none.
+        dry_run: Check everything, print what would run, and stop before memory is taken.
+
+    Raises:
+        PadfreeError: anything that a user can cause, before the first step where it can be known there.
+    """
+    with join(config.parallel) as world:
+        # Shards and a model that fit each other, or one clear line.
+        data, held_out = open_data(config, world)
+        data.check_ranks()
+        model_config = read_config(config.model, vocabulary=data.vocabulary)
+        for part in filter(None, (data, held_out)):
+            part.check_model(model_config)
+        steps = config.schedule.steps or -(
+            -data.micro_batches(epochs=config.schedule.epochs) // config.data.accumulation
+        )
+        last = min(steps, config.run.steps or steps)
+
+        # Where to begin.
+        directory = Path(config.run.dir)
+        checkpoint.check_run_directory(directory, resume=resume)
+        saved = checkpoint.newest(directory / checkpoint.FOLDER) if resume else None
+        done = 0
+        if saved:
+            trainer = checkpoint.read_trainer(saved)
+            checkpoint.check_resume(trainer, model=model_config.to_dict(), steps=last)
+            data.load_state_dict(trainer["loader"])
+            done = trainer["step"]
+
+        # The model: shapes first, kernels bound, then values and shards block by block.
+        root = build(config, model_config, world)
+        summary = (
+            f"{type(root.model).__name__}, {root.model.num_parameters():,} parameters, "
+            f"{precision(config, world)}, loss {root.kind}, {world.size} ranks on {world.device.type}, "
+            f"step {done} to {last} of {steps}, {len(data.shards):,} buffers of {data.capacity:,} tokens"
+        )
+        if dry_run:
+            if world.chief:
+                print(f"{to_toml(config)}\n{summary}")
+            return
+        spread(root, config, world)
+        optimizer = make_optimizer(root, optim=config.optim)
+        if saved:
+            checkpoint.load(saved, model=root.model, optimizer=optimizer)
+        elif config.model.weights:
+            load_weights(root.model, config.model.weights)
+
+        if world.chief:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "config.toml").write_text(to_toml(config), "utf-8")
+        with Metrics(directory, steps=last, done=done, active=world.chief, mode="auto") as metrics:
+            metrics.say(summary)
+            if held_out and done == 0:
+                metrics.eval(evaluate(root, held_out, step=0, world=world))
+            stream = data.stream()
+            for step in range(done, last):
+                # One step: read, forward and backward, clip, update.
+                started = time.perf_counter()
+                # Dropout is a function of (seed, step, rank), so a checkpoint holds no random state.
+                torch.manual_seed((config.run.seed << 40) + (step << 16) + world.rank)
+                batches = list(itertools.islice(stream, config.data.accumulation))
+                real, supervised, buffers = world.sum(
+                    sum(batch.real_tokens for batch in batches),
+                    sum(batch.supervised_tokens for batch in batches),
+                    sum(batch.buffers for batch in batches),
+                )
+                read = time.perf_counter()
+                share = forward_backward(
+                    root,
+                    batches,
+                    num_items_in_batch=int(supervised),
+                    device=world.device,
+                    reduce_each=config.parallel.reduce == "micro_batch",
+                )
+                norm = clip(root.parameters(), limit=config.optim.clip)
+                lr = learning_rate(step, schedule=config.schedule, steps=steps, peak=config.optim.lr)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
+                optimizer.zero_grad()
+                (loss,) = world.sum(float(share))  # waits for the device
+                seconds = time.perf_counter() - started
+                metrics.train(
+                    {
+                        "step": step + 1,
+                        "loss": loss,
+                        "grad_norm": float(norm),
+                        "lr": lr,
+                        "real_tokens": int(real),
+                        "supervised_tokens": int(supervised),
+                        "real_tokens_per_s": real / seconds,
+                        "real_tokens_per_s_per_rank": real / seconds / world.size,
+                        "supervised_tokens_per_s": supervised / seconds,
+                        "fill": real / (buffers * data.capacity),
+                        "step_s": seconds,
+                        "data_s": read - started,
+                        "memory_gib": world.peak_memory(),
+                    }
+                )
+
+                # Now and then: the held-out part, a checkpoint.
+                taken, end = step + 1, step + 1 == last
+                if held_out and (end or taken % config.eval.every == 0):
+                    metrics.eval(evaluate(root, held_out, step=taken, world=world))
+                if end or (config.checkpoint.every and taken % config.checkpoint.every == 0):
+                    written = checkpoint.save(
+                        directory / checkpoint.FOLDER,
+                        step=taken,
+                        model=root.model,
+                        optimizer=optimizer,
+                        trainer={
+                            "loader": data.state_dict(),
+                            "model": model_config.to_dict(),
+                            "config": dataclasses.asdict(config),
+                        },
+                        world=world,
+                        keep=config.checkpoint.keep,
+                    )
+                    metrics.say(f"step {taken}/{last}  saved {written}")
+
+
+def open_data(config: Config, world: World) -> tuple[TrainingData, TrainingData | None]:
+    """The shards to train on, and those to evaluate on where `eval.every` is set.
+
+    Raises:
+        ShardError: missing or damaged, the held-out part included.
+    """
+    place: dict[str, Any] = {
+        "rank": world.rank,
+        "world_size": world.size,
+        "pin_memory": world.device.type == "cuda",
+    }
+    data = TrainingData(
+        config.data.shards,
+        buffers=config.data.buffers,
+        seed=config.run.seed,
+        prefetch=config.data.prefetch,
+        **place,
+    )
+    if not config.eval.every:
+        return data, None
+    shards, part = (config.eval.shards, None) if config.eval.shards else (config.data.shards, "eval")
+    return data, TrainingData(shards, part=part, shuffle=False, **place)
+
+
+def build(config: Config, model_config: PretrainedConfig, world: World) -> SupervisedLoss:
+    """The model on meta, its kernels bound, under the loss.
+
+    Raises:
+        KernelError: a layer that can't be isolated here.
+        OptionError: a loss or a recomputation that this model can't have.
+    """
+    model = skeleton(model_config, precision=precision(config, world))
+    kernels.bind(model, kernels=config.model.kernels)
+    recompute(blocks(model), every=config.model.checkpointing)
+    return SupervisedLoss(model, kind=choose_loss(config.model.loss, device=world.device, model=model))
+
+
+def spread(root: SupervisedLoss, config: Config, world: World) -> None:
+    """Gives the model random values and shards it over the ranks, block by block."""
+    shard(
+        root,
+        blocks(root.model),
+        world=world,
+        precision=precision(config, world),
+        materialise=partial(materialise, model=root.model, device=world.device, seed=config.run.seed),
+        whole=whole if precision(config, world) != "fp32" else lambda _: set(),
+    )
+
+
+def forward_backward(
+    root: SupervisedLoss,
+    batches: Sequence[MicroBatch],
+    *,
+    num_items_in_batch: int,
+    device: torch.device,
+    reduce_each: bool = False,
+) -> Tensor:
+    """Gradients of one step: of the loss sum over all ranks and micro-batches, divided by their count.
+
+    Args:
+        root: The sharded root.
+        batches: This rank's micro-batches; every rank has as many.
+        num_items_in_batch: Supervised tokens of the step over all ranks.
+        device: Where the root is.
+        reduce_each: Sum over ranks after each micro-batch, not once a step: more communication, but
+            no rank holds whole gradients in between.
+
+    Returns:
+        This rank's share of the step's loss, fp32 scalar on the device, detached.
+    """
+    share = torch.zeros((), device=device)
+    for number, batch in enumerate(batches, start=1):
+        if isinstance(root, FSDPModule):
+            root.set_requires_gradient_sync(reduce_each or number == len(batches))
+        # A step without any supervised token has a loss of 0 and gradients of 0, not NaN.
+        loss = root(**on_device(batch.inputs, device)) / max(1, num_items_in_batch)
+        loss.backward()
+        share += loss.detach()
+    reduce_whole([parameter for parameter in root.parameters() if not isinstance(parameter, DTensor)])
+    return share
+
+
+@torch.no_grad()
+def evaluate(root: nn.Module, data: TrainingData, *, step: int, world: World) -> dict[str, float]:
+    """The mean loss of a held-out supervised token: each counts alike, on any number of ranks."""
+    started = time.perf_counter()
+    root.eval()
+    loss = torch.zeros((), dtype=torch.float64)
+    supervised = 0
+    for batch in data.epoch():
+        loss += root(**on_device(batch.inputs, world.device)).cpu()
+        supervised += batch.supervised_tokens
+    root.train()
+    total, count = world.sum(float(loss), supervised)
+    return {
+        "step": step,
+        "loss": total / max(1, count),
+        "supervised_tokens": int(count),
+        "eval_s": time.perf_counter() - started,
+    }
+
+
+def precision(config: Config, world: World) -> Precision:
+    """Without a wish, bf16 compute on fp32 master weights on CUDA, and fp32 on a CPU."""
+    if config.model.precision == "auto":
+        return "mixed" if world.device.type == "cuda" else "fp32"
+    return config.model.precision
