@@ -176,9 +176,11 @@ def cut_values(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
         buffer, at = buffer[start:], at - start
         if len(buffer) > MAX_RECORD:
             raise Damaged(f"the value that begins on line {line} is longer than {MAX_RECORD >> 20} MiB")
+    text = buffer.lstrip()
+    line += buffer.count(b"\n", 0, len(buffer) - len(text))
     if depth:
         raise Damaged(f"cut off: what begins on line {line} does not end")
-    if text := buffer.strip():
+    if text:
         yield line, text
 
 
