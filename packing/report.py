@@ -139,12 +139,16 @@ def _shape(report: Mapping[str, Any]) -> Table:
             table.add_row(f"tokens an example{of}", _line(part["example_tokens"]))
             table.add_row(f"examples a buffer{of}", _line(part["examples_per_buffer"]))
     for note, count in report["accounting"].get("normalised_rows", {}).items():
-        table.add_row("normalised", f"{note}: {count:,} rows")
+        table.add_row("normalised", f"{note}: {_many(count, 'row')}")
     if "seconds" in report:
         total = report["seconds"]["total"]
         speed = report["accounting"]["tokens"]["in"] / total
-        table.add_row("time", f"{total:.1f} s, {speed:,.0f} tokens/s, {report['workers']} workers")
+        table.add_row("time", f"{total:.1f} s, {speed:,.0f} tokens/s, {_many(report['workers'], 'worker')}")
     return table
+
+
+def _many(count: int, unit: str) -> str:
+    return f"{count:,} {unit}" if count == 1 else f"{count:,} {unit}s"
 
 
 def _line(spread: Mapping[str, float]) -> str:
