@@ -6,10 +6,10 @@ import os
 # with two spinning threads, made tiny models 20 to 50 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from pathlib import Path  # noqa: E402
+from pathlib import Path
 
-import pytest  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+import pytest
+from hypothesis import HealthCheck, settings
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", deadline=None)
