@@ -151,7 +151,8 @@ def _call(call: Mapping[str, Any], number: int, dialect: Dialect) -> dict[str, A
             Reason.BAD_TOOLS, f"message {number}: the arguments of {function['name']} are no object"
         )
     text = to_json(arguments, f"message {number}: the arguments of {function['name']}")
-    return {**call, "function": {**function, "arguments": text if dialect.arguments == "text" else arguments}}
+    taken = text if dialect.arguments == "text" else arguments
+    return {**call, "function": {**function, "arguments": taken}}
 
 
 def to_json(value: Any, what: str) -> str:

@@ -21,13 +21,16 @@ from packing.chat.calibrate import Calibration, calibrate
 from packing.chat.dialect import Note, adapt, to_json
 from packing.chat.spans import find_turns
 from packing.chat.template import RENDER_ERRORS, ChatTemplate
-from packing.chat.tokenizer import any_of, plain_backend, special_texts, tokenizer_digest
+from packing.chat.tokenizer import any_of, plain_backend, tokenizer_digest
 from packing.errors import OptionError, Reason, RowRejected, TemplateError
-from packing.example import Conversation, Example, make_example
+from packing.example import IGNORE_INDEX, Conversation, Example, make_example
 from packing.messages import clean, read_message, read_tools
 
 ENCODING_VERSION = 1
 """Raised when the same conversation would give other tokens or another mask than before."""
+
+WHITE = ("Ġ", "Ċ", "ĉ", "▁", " ")
+"""How the white space at a token's beginning is written."""
 
 TrainOn = Literal["assistant", "last", "all", "completion"]
 
@@ -98,17 +101,19 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.options = options or ChatOptions()
         self._backend = plain_backend(tokenizer)
-        self._special = set(special_texts(tokenizer))
-        self._is_special = np.zeros(len(tokenizer), np.bool_)
-        self._is_special[[n for n, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
-        self._special_pattern = any_of(self._special)
+        special = {n: token for n, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = any_of(token.content for token in special.values())
+        self._is_special = np.zeros(max((len(tokenizer), *(n + 1 for n in special))), np.bool_)
+        self._is_special[list(special)] = True
+        # Looked for behind the normalizer, a special token can come of text that does not spell it.
+        self._forgeable = self._backend.normalizer is not None and any(t.normalized for t in special.values())
         self._chats: dict[str, tuple[ChatTemplate, Calibration]] = {}
         self._with_tools = self._without_tools = ""
         if self.options.chat_template is not None or tokenizer.chat_template is not None:
             self._without_tools = self._learn(tools=None)
             self._with_tools = self._learn(tools=[{}])
         markers = {marker for _, calibration in self._chats.values() for marker in calibration.markers}
-        self._control = any_of(self._special | markers)
+        self._control = any_of({*markers, *(token.content for token in special.values())})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (self.tokenizer, self.options))
@@ -320,21 +325,25 @@ class ChatEncoder:
 
     def _finish(self, draft: _Draft, encoding: Any) -> Example:
         ids = np.array(encoding.ids, np.int32)
-        if int(np.count_nonzero(self._is_special[ids])) != len(self._special_pattern.findall(draft.text)):
+        if self._forgeable and int(self._is_special[ids].sum()) != len(self._special.findall(draft.text)):
             raise RowRejected(
-                Reason.CONTROL_TOKEN, "the tokenizer makes control tokens of text that does not spell them"
+                Reason.CONTROL_TOKEN, "the tokenizer's normalizer makes a control token of text that is none"
             )
-        trained = np.zeros(ids.size, np.bool_)
-        offsets = encoding.offsets
+        labels = np.full(ids.size, IGNORE_INDEX, np.int32)
         for start, end in draft.spans:
-            first, last, straddles = token_range(offsets, start, end)
-            trained[first:last] = True
-            draft.notes += straddles
-        if not trained[1:].any():
+            first, across_start = token_at(encoding, start, len(draft.text))
+            last, across_end = token_at(encoding, end, len(draft.text))
+            labels[first:last] = ids[first:last]
+            if across_start:
+                draft.notes.append(Note.TOKEN_ACROSS_START)
+            if across_end:
+                draft.notes.append(Note.TOKEN_ACROSS_END)
+        labels[0] = IGNORE_INDEX
+        if (labels == IGNORE_INDEX).all():
             raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of the {ids.size} tokens is trained")
-        return make_example(
-            ids,
-            trained=trained,
+        return Example(
+            input_ids=ids,
+            labels=labels,
             turn=draft.turn,
             messages=draft.messages,
             tools=draft.tools,
@@ -383,27 +392,30 @@ def _check_unicode(text: str) -> None:
         ) from error
 
 
-def token_range(offsets: Sequence[tuple[int, int]], start: int, end: int) -> tuple[int, int, list[str]]:
-    """The tokens of the characters `start` to `end`, and notes on tokens that lie across a border.
+def token_at(encoding: Any, place: int, length: int) -> tuple[int, bool]:
+    """The first token that begins at character `place` or behind it, and whether one lies across it.
 
-    A token across the start is not trained: the model is given part of it. One across the end is.
+    So a token across a span's start is not trained, since the model is given a part of it; one across
+    its end is. Asks for single characters: the list of all offsets costs a tenth of the encoding.
+
+    Args:
+        encoding: Of `tokenizers`.
+        place: From 0 to `length`.
+        length: Of the text, in characters.
     """
-    notes: list[str] = []
-    first = bisect_left(offsets, start, key=_first_of)
-    if 0 < first < len(offsets) and offsets[first - 1][1] < start:
-        # Offsets that leave out the white space a token begins with: this one begins before the span.
-        first += 1
-        notes.append(Note.TOKEN_ACROSS_START)
-    elif first and offsets[first - 1][1] > start:
-        notes.append(Note.TOKEN_ACROSS_START)
-    last = bisect_left(offsets, end, lo=first, key=_first_of)
-    if last > first and offsets[last - 1][1] > end:
-        notes.append(Note.TOKEN_ACROSS_END)
-    return first, last, notes
-
-
-def _first_of(pair: tuple[int, int]) -> int:
-    return pair[0]
+    if place == length:
+        return len(encoding), False
+    token = encoding.char_to_token(place)
+    if token is None:
+        token = bisect_left(encoding.offsets, place, key=lambda offset: offset[0])
+    elif encoding.token_to_chars(token)[0] < place:
+        while token < len(encoding) and encoding.token_to_chars(token)[0] < place:
+            token += 1
+        return token, True
+    # A tokenizer may leave the white space that a token begins with out of the token's place.
+    if place and encoding.char_to_token(place - 1) is None and encoding.tokens[token][:1] in WHITE:
+        return token + 1, True
+    return token, False
 
 
 def encode_chat(

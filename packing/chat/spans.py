@@ -11,6 +11,7 @@ can only refuse. What they let through is explained to the last character:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ def find_turns(
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             _Turn(render, regions, messages, number, calibration).check(turns, marks.get(number, []))
-    if any("tool_calls" in message for message in messages):
+    if _may_be_foreign(render, regions, messages):
         _check_foreign(render, regions, messages, tools, template)
     return turns
 
@@ -333,6 +334,27 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield value
+
+
+def _may_be_foreign(render: Render, regions: Sequence[Region | None], messages: Sequence[Message]) -> bool:
+    """Whether a turn with calls contains what another message says, by chance or not."""
+    called = [
+        render.text[slice(*region)]
+        for region, message in zip(regions, messages, strict=True)
+        if region is not None and "tool_calls" in message
+    ]
+    if not called:
+        return False
+    for message in messages:
+        if message["role"] != "assistant" and message["content"].strip():
+            run = max(_PLAIN_RUN.findall(message["content"], 0, 400), key=len, default="")
+            if any(run in text for text in called):
+                return True
+    return False
+
+
+# What no template would write in another way.
+_PLAIN_RUN = re.compile(r"[^\\\"'\n\t\r<>&]+")
 
 
 def _check_foreign(

@@ -100,11 +100,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def special_texts(tokenizer: Any) -> list[str]:
-    """The added tokens that are marked special."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-
-
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """A pattern for any of the texts, longest first; without texts it never matches."""
     longest_first = sorted(set(texts), key=lambda text: (-len(text), text))
