@@ -1,0 +1,376 @@
+"""What a rung should cost, before it runs: bytes on each GPU, seconds of a step, and where they go.
+
+A prediction to be wrong by a known amount. Bytes follow from shapes; times from two measured rates and the
+bytes that each part must move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PRODUCTS = 630e12
+"""FLOP/s of bf16 matrix products within training on an H200, with communication beside them; 788e12 alone."""
+BANDWIDTH = 4.0e12
+"""Bytes/s of device memory, read and written; 4.3e12 for a plain copy."""
+ELEMENTWISE = 3.2e12
+"""Bytes/s of elementwise kernels; with 630e12 it fits the first plain try, 3.7 s a step of the 27B shape."""
+LINK = 300e9
+"""Bytes/s that a GPU receives from the others through NVLink. Not known for the machine: measure it."""
+PEAK = 989e12
+"""FLOP/s that MFU is counted against."""
+CAPACITY = 140.4 * 2**30
+"""Bytes of an H200, as its driver says."""
+RESERVE = 7e9
+"""CUDA context, NCCL's and the kernels' buffers, what the allocator can't use."""
+CHUNK = 2048
+"""Tokens whose logits exist at a time in the fused loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One decoder layer.
+
+    Attributes:
+        count: How many such layers there are.
+        parameters: In its matrices.
+        last: Parameters of its last matrix, whose product is never recomputed.
+        kept: Bytes a token of its products' outputs.
+        whole: Bytes a token of all that its backward needs.
+        moved: Bytes a token that its elementwise parts move, forward: (plain, fused).
+        mixer: Seconds a token of delta rule or attention, forward; the backward takes 2.5 times as long.
+    """
+
+    count: int
+    parameters: int
+    last: int
+    kept: int
+    whole: int
+    moved: tuple[int, int]
+    mixer: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model's sizes as far as costs depend on them."""
+
+    hidden: int
+    vocabulary: int
+    tied: bool
+    layers: tuple[Layer, ...]
+    attention: int
+    """Width of all query heads over all attention layers: FLOPs of attention are in proportion."""
+
+    @property
+    def blocks(self) -> int:
+        """Parameters of all layers."""
+        return sum(layer.count * layer.parameters for layer in self.layers)
+
+    @property
+    def head(self) -> int:
+        """Parameters of the output matrix."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """All of them, norms left out."""
+        return self.blocks + self.head * (1 if self.tied else 2)
+
+
+def shape(config: Mapping[str, Any]) -> Shape | None:
+    """Sizes of a Qwen3.5 text configuration, as in its config.json; None for other models. Bytes are bf16's."""
+    if config["model_type"] != "qwen3_5_text":
+        return None
+    h, i, count = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    full_ones = sum(number % 4 == 3 for number in range(count))
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    grouped = config["num_key_value_heads"] * config["head_dim"]
+    mlp = 3 * h * i
+    # norm, residual and SwiGLU: (reads + writes) in bf16, plain ones in several passes of fp32
+    around = (2 * 36 * h + 10 * i, 2 * 8 * h + 6 * i)
+    delta = Layer(
+        count=count - full_ones,
+        parameters=h * (2 * keys + 2 * values) + values * h + mlp,
+        last=h * i,
+        kept=2 * (2 * keys + 2 * values + h + 2 * i),
+        whole=2 * (4 * h + 2 * keys + 8 * values + 3 * i),
+        moved=(
+            around[0] + 4 * (2 * keys + values) + 26 * values,
+            around[1] + 4 * (2 * keys + values) + 12 * values,
+        ),
+        mixer=0.55e-3 / 8192 * config["linear_num_value_heads"] / 48,
+    )
+    full = Layer(
+        count=full_ones,
+        parameters=h * (2 * heads + 2 * grouped) + heads * h + mlp,
+        last=h * i,
+        kept=2 * (2 * heads + 2 * grouped + h + 2 * i),
+        whole=2 * (4 * h + 7 * heads + 5 * grouped + 3 * i),
+        moved=(around[0] + 60 * heads, around[1] + 30 * heads),
+        mixer=0.4e-3 / 8192 * config["num_attention_heads"] / 24,
+    )
+    return Shape(
+        hidden=h,
+        attention=full_ones * heads,
+        vocabulary=config["vocab_size"],
+        tied=config["tie_word_embeddings"],
+        layers=tuple(layer for layer in (delta, full) if layer.count),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What of a rung its cost depends on.
+
+    Attributes:
+        gpus: Over which the model is sharded.
+        tokens: In a micro-batch of one GPU.
+        states: Bytes a parameter of weights, gradients and optimizer states: (weights, gradients, states).
+        fused_loss: Logits exist a chunk at a time.
+        fused_layers: Norms and SwiGLU in one pass.
+        kept: Share of the layers that keep their products' outputs.
+        whole: Share of the layers that keep everything.
+    """
+
+    gpus: int
+    tokens: int
+    states: tuple[float, float, float] = (2, 2, 4)
+    fused_loss: bool = True
+    fused_layers: bool = True
+    kept: float = 0.0
+    whole: float = 0.0
+
+
+STATES = {"bf16": (2, 2, 4), "8bit": (2, 2, 2.06), "fp32": (4, 4, 8)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """Bytes on one GPU and seconds of a step, each by what they are for."""
+
+    bytes: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    flops: float = 0.0
+    recomputed: float = 0.0
+    """FLOPs of recomputation as a share of `flops`."""
+
+    @property
+    def forward_end(self) -> float:
+        """Bytes where activations are most and gradients, freed by the last step, are none."""
+        backward = sum(
+            self.bytes[name] for name in ("one layer's backward", "head's gradient", "being reduced")
+        )
+        return self._always + self.bytes["activations"] + max(self.bytes["loss"], backward)
+
+    @property
+    def backward_end(self) -> float:
+        """Bytes where gradients are most and activations none; the outer group is reduced last."""
+        return self._always + self.bytes["gradients"] + self.bytes["outer group's reduction"]
+
+    @property
+    def _always(self) -> float:
+        return sum(self.bytes[name] for name in ("weights", "states", "gathered", "reserve"))
+
+    @property
+    def peak(self) -> float:
+        """The larger of the two."""
+        return max(self.forward_end, self.backward_end)
+
+    @property
+    def step(self) -> float:
+        """Seconds."""
+        return sum(self.seconds.values())
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the chip could do meanwhile; attention's own few are left out."""
+        return self.flops / self.step / PEAK
+
+
+def price(model: Shape, setting: Setting) -> Price:
+    """Predicts bytes and seconds of one step of one micro-batch."""
+    t, n = setting.tokens, setting.gpus
+    weights, gradients, states = (each * model.parameters / n for each in setting.states)
+    largest = max(layer.parameters for layer in model.layers)
+    count = sum(layer.count for layer in model.layers)
+    outer = model.parameters - model.blocks  # embedding and head, gathered for the whole step
+    sharded = n > 1
+    activations = sum(
+        layer.count
+        * t
+        * (setting.whole * layer.whole + (1 - setting.whole) * 2 * model.hidden + setting.kept * layer.kept)
+        for layer in model.layers
+    )
+    logits = t * model.vocabulary
+    bytes_ = {
+        "weights": weights,
+        "states": states,
+        "gradients": gradients,
+        "gathered": sharded * (2 * outer + 2 * 2 * largest),
+        "activations": activations,
+        "loss": 6 * model.head + 2 * min(t, CHUNK) * model.vocabulary if setting.fused_loss else 14 * logits,
+        "head's gradient": 2 * model.head,
+        "one layer's backward": 1.5 * t * max(layer.whole for layer in model.layers),
+        "being reduced": sharded * (2 + 2 * 4) * largest,
+        "outer group's reduction": sharded * (2 + 4) * outer,
+        "reserve": RESERVE,
+    }
+    products = 2 * t * (model.blocks + model.head)
+    again = sum(
+        layer.count * 2 * t * (layer.parameters - layer.last) * (1 - setting.kept - setting.whole)
+        for layer in model.layers
+    )
+    passes = 1 + 2.5 + (1 - setting.whole)  # a backward moves more than twice what a forward does
+    moved = sum(layer.count * t * layer.moved[setting.fused_layers] * passes for layer in model.layers)
+    mixers = sum(layer.count * t * layer.mixer * (1 + 2.5 + 1 - setting.whole) for layer in model.layers)
+    copied = (
+        sharded * model.parameters * (2 * 2 * 2 + 2 + 4 + (4 + 2) / n)
+    )  # gather out twice, reduce in and out
+    update = model.parameters / n * (2 * setting.states[0] + setting.states[1] + 2 * setting.states[2])
+    clipping = 3 * gradients
+    traffic = sharded * (2 * 2 + 4) * model.parameters * (n - 1) / n / LINK
+    seconds = {
+        "matrix products": 3 * products / PRODUCTS,
+        "recomputed products": again / PRODUCTS,
+        "elementwise and norms": moved / ELEMENTWISE,
+        "delta rule and attention": mixers,
+        # Each chunk reads and writes the head's gradient in fp32; the logits pass by four times, whole ones eleven.
+        "loss beside its products": (
+            (8 * model.head * -(-t // CHUNK) + 8 * logits if setting.fused_loss else 44 * logits) / BANDWIDTH
+        ),
+        "FSDP's copies": copied / BANDWIDTH,
+        "optimizer and clipping": (update + clipping) / BANDWIDTH,
+        # Hidden behind the products but for the first and last group; NCCL takes a tenth of the chip meanwhile.
+        "communication": 0.1 * traffic + sharded * 2 * outer * 4 / LINK / 2,
+        "host": 0.02 + 0.0002 * count,
+    }
+    return Price(bytes=bytes_, seconds=seconds, flops=3 * products, recomputed=again / (3 * products))
+
+
+def most_kept(model: Shape, setting: Setting, *, capacity: float = CAPACITY) -> tuple[int, int]:
+    """How many layers can keep their products' outputs, and how many everything, before memory is full.
+
+    Products first: at a hidden size of 5,120 they save 5.1 TFLOP a GB, what is left about half of that.
+
+    Returns:
+        (layers that keep products, other layers that keep all): (k, 0) or (all - k, k).
+    """
+    count = sum(layer.count for layer in model.layers)
+
+    def fits(kept: int, whole: int) -> bool:
+        trial = dataclasses.replace(setting, kept=kept / count, whole=whole / count)
+        return price(model, trial).peak <= capacity
+
+    whole = next((k for k in range(count, -1, -1) if fits(count - k, k)), None)
+    if whole is not None:
+        return count - whole, whole
+    return next((k for k in range(count, -1, -1) if fits(k, 0)), 0), 0
+
+
+def foresee(
+    settings: dict[str, Any], *, kind: str, model: Mapping[str, Any], gpus: int, capacity: int
+) -> dict[str, Any] | None:
+    """Predicted bytes and seconds of a rung; `model.keep_layers` "most" becomes a number in `settings`.
+
+    None for a model whose sizes are not known here.
+    """
+    sizes = shape(model)
+    if sizes is None:
+        return None
+    count = sum(layer.count for layer in sizes.layers)
+    setting = Setting(
+        gpus=gpus,
+        tokens=capacity * settings.get("data.buffers", 1),
+        states=STATES[settings.get("optim.states", "bf16")],
+        fused_loss=settings.get("model.loss") == "liger",
+        fused_layers=bool(settings.get("model.fused", False)),
+    )
+    if settings.get("model.keep_layers") == "most":
+        settings["model.keep_layers"], settings["model.whole_layers"] = most_kept(sizes, setting)
+    kept, whole = settings.get("model.keep_layers", 0), settings.get("model.whole_layers", 0)
+    setting = dataclasses.replace(setting, kept=kept / count, whole=whole / count)
+    found = price(sizes, setting)
+    slower = {"padded": 1.05, "trainer": 1.0, "peer": 1.3}[kind]
+    return {
+        "step": found.step * slower,
+        "mfu": found.mfu / slower,
+        "seconds": found.seconds,
+        "peak_gib": found.peak / 2**30,
+        "bytes": found.bytes,
+        "hardware_flops": 1 + found.recomputed,
+    }
+
+
+def table(model: Mapping[str, Any], *, capacity: int) -> str:
+    """Predicted bytes a GPU at 2, 4 and 8 GPUs, for each kind of states, as Markdown."""
+    sizes = shape(model)
+    if sizes is None:
+        return f"no price is known for {model['model_type']}"
+    count = sum(layer.count for layer in sizes.layers)
+    rows = [
+        "| GPUs | states | weights | gradients | states | left for activations | layers that keep products / all "
+        "| peak GiB | MFU |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for gpus in (1, 2, 4, 8):
+        for name, states in STATES.items():
+            setting = Setting(gpus=gpus, tokens=capacity, states=states)
+            found = price(sizes, setting)
+            if found.peak > CAPACITY:
+                rows.append(f"| {gpus} | {name} | does not fit: {found.peak / 2**30:.0f} GiB |")
+                continue
+            kept, whole = most_kept(sizes, setting)
+            full = price(sizes, dataclasses.replace(setting, kept=kept / count, whole=whole / count))
+            gib = [f"{found.bytes[part] / 2**30:.1f}" for part in ("weights", "gradients", "states")]
+            left = (CAPACITY - found.forward_end + found.bytes["activations"]) / 2**30
+            rows.append(
+                f"| {gpus} | {name} | {' | '.join(gib)} | {left:.1f} | {kept} / {whole} of {count} "
+                f"| {full.peak / 2**30:.1f} | {full.mfu:.2f} |"
+            )
+    return "\n".join(rows)
+
+
+PEAKS = {"H200": PEAK, "H100": PEAK, "A100": 312e12, "B200": 2250e12}
+"""Dense bf16 FLOP/s by the vendors' data sheets."""
+
+
+def judge(
+    row: dict[str, Any], *, model: Mapping[str, Any], lengths: Mapping[str, Any], gpus: int, machine: str
+) -> None:
+    """Adds to a measured row what follows from it: `mfu`, `hfu`, and `hours` for the whole data set.
+
+    MFU counts 6 FLOPs a token and parameter of the matrices, and attention by Σ L². HFU counts what was
+    computed: padded slots and recomputed products too.
+    """
+    if "step_s" not in row:
+        return
+    speed = row["real_tokens_per_s_per_gpu"]
+    row["hours"] = lengths["conversations"] * lengths["mean"] / (speed * gpus) / 3600
+    sizes, peak = shape(model), next((peak for name, peak in PEAKS.items() if name in machine), None)
+    if sizes is None or peak is None:
+        return
+    attention = (
+        6 * sizes.attention * lengths["squares"]
+    )  # causal: half of all pairs, two products, three times
+    row["mfu"] = speed * (6 * (sizes.blocks + sizes.head) + attention) / peak
+    if row["price"]:
+        row["hfu"] = (
+            row["mfu"] * row["price"]["hardware_flops"] / (row["fill"] if row["kind"] == "padded" else 1)
+        )
+
+
+def describe(planned: Mapping[str, Any]) -> str:
+    """A rung's plan in a line."""
+    text = f"{planned['rung']:>5}  {planned['steps']} steps, about {planned['seconds']:.0f} s"
+    if planned["price"] is None:
+        return text
+    foreseen = planned["price"]
+    kept = {k: v for k, v in planned["settings"].items() if k.endswith("_layers") and v}
+    return (
+        f"{text}: {foreseen['step']:.2f} s a step, MFU {foreseen['mfu']:.2f}, "
+        f"peak {foreseen['peak_gib']:.0f} GiB{f', {kept}' if kept else ''}  ({planned['title']})"
+    )
