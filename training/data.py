@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from packing.buffer import PackedBuffer
 from packing.errors import InputError, OptionError, OutputError, PadfreeError, ResumeError, ShardError
 from packing.example import IGNORE_INDEX
 
@@ -37,6 +38,18 @@ class MicroBatch:
     squared_lengths: int
     buffers: int
     example_ids: tuple[int, ...]
+
+
+def micro_batch(inputs: Mapping[str, Any], buffers: Sequence[PackedBuffer]) -> MicroBatch:
+    """A batch and what its buffers, all-tail ones included, say of it."""
+    return MicroBatch(
+        inputs=inputs,
+        real_tokens=sum(map(len, buffers)),
+        supervised_tokens=int((inputs["labels"] != IGNORE_INDEX).sum()),
+        squared_lengths=sum(int((buffer.seq_lengths.astype("int64") ** 2).sum()) for buffer in buffers),
+        buffers=len(buffers),
+        example_ids=tuple(int(number) for buffer in buffers for number in buffer.example_ids),
+    )
 
 
 class TrainingData:
@@ -159,15 +172,7 @@ class TrainingData:
             world_size=self._world_size,
         )
         for inputs, numbers in zip(self._loader, keys, strict=True):
-            buffers = [self._loader.dataset[number] for number in numbers]  # views, no copies
-            yield MicroBatch(
-                inputs=inputs,
-                real_tokens=sum(map(len, buffers)),
-                supervised_tokens=int((inputs["labels"] != IGNORE_INDEX).sum()),
-                squared_lengths=sum(int((b.seq_lengths.astype("int64") ** 2).sum()) for b in buffers),
-                buffers=len(buffers),
-                example_ids=tuple(int(i) for b in buffers for i in b.example_ids),
-            )
+            yield micro_batch(inputs, [self._loader.dataset[number] for number in numbers])  # views
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is; the same on every rank at the same step."""
@@ -192,4 +197,5 @@ __all__ = [
     "ResumeError",
     "ShardError",
     "TrainingData",
+    "micro_batch",
 ]

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from training.config import Model, Precision
 from training.data import InputError, OptionError
@@ -41,7 +47,7 @@ def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
     """The text model's configuration. The built-in tiny ones take the shards' vocabulary.
 
     Raises:
-        InputError: no such file, or no configuration that transformers knows.
+        InputError: no such file, or no configuration of a language model that transformers knows.
     """
     place = model.weights or model.config
     if place in TINY:
@@ -57,22 +63,16 @@ def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
         ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"{file}: no model configuration that transformers knows: {error}") from error
-    return config.get_text_config()
+    text: PretrainedConfig = config.get_text_config()
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"{file}: transformers has no causal language model for {text.model_type}")
+    return text
 
 
 def skeleton(config: PretrainedConfig, *, precision: Precision) -> PreTrainedModel:
-    """The model on the meta device: shapes and types, no memory.
-
-    Raises:
-        InputError: transformers has no causal language model for this configuration.
-    """
+    """The model on the meta device: shapes and types, no memory."""
     with torch.device("meta"):
-        try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except ValueError as error:
-            raise InputError(
-                f"{config.model_type}: transformers has no causal language model for it"
-            ) from error
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.config.use_cache = False
     if precision != "fp32":
         for module in model.modules():

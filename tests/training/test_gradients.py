@@ -10,8 +10,12 @@ from gradients_worker import configuration, gradients
 from tiny_shards import VOCABULARY, examples, write_shards
 
 from packing.example import Example
+from packing.loader import PackedDataset, collate
 from training.config import Model
+from training.data import micro_batch
 from training.model import materialise, read_config, skeleton
+from training.parallel import join
+from training.train import build, forward_backward, spread
 
 GROUPS = (2, 3, 1, 2, 2)  # five buffers: on two ranks the third step gives rank 1 an all-tail one
 
@@ -117,3 +121,19 @@ def test_bf16_gradients_are_near(
         for values in ([found[name] - exact[name] for name in names], [exact[name] for name in names])
     )
     assert 0 < float(error / scale) < 0.05
+
+
+def test_all_tail_buffers_contribute_nothing(shards: Path, tmp_path: Path) -> None:
+    """A step of nothing but tail: loss 0, every gradient exactly 0.0, nothing NaN; and no token counted."""
+    config = configuration(tmp_path, shards)
+    with join(config.parallel) as world:
+        root = build(config, read_config(config.model, vocabulary=VOCABULARY), world)
+        spread(root, config, world)
+        tail = PackedDataset(shards)[None]
+        batch = micro_batch(collate([tail]), [tail])
+        assert (batch.real_tokens, batch.supervised_tokens, batch.buffers) == (0, 0, 1)
+        loss = forward_backward(root, [batch, batch], num_items_in_batch=0, device=world.device)
+        assert float(loss) == 0.0
+        gradients = [p.grad.full_tensor() for p in root.parameters() if p.grad is not None]
+        assert len(gradients) == len(list(root.parameters()))
+        assert all(float(gradient.abs().max()) == 0.0 for gradient in gradients)

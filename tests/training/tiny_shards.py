@@ -7,7 +7,7 @@ import numpy as np
 
 from packing.buffer import build_buffer
 from packing.example import Example, make_example
-from packing.shards import ShardWriter
+from packing.shards import PartWriter, ShardWriter
 
 VOCABULARY = 97
 CAPACITY = 64
@@ -37,15 +37,18 @@ def write_shards(
     with ShardWriter(out, capacity=capacity, fingerprint={"chat": {"vocabulary": vocabulary}}) as writer:
         if held_out:
             part = writer.part("eval")
-            for buffer in held_out:
-                part.write(build_buffer(buffer))
+            _write(part, held_out)
             part.finish({})
-        number = 0
-        for buffer in train:
-            writer.write(build_buffer(buffer, example_ids=range(number, number + len(buffer))))
-            number += len(buffer)
+        _write(writer, train)
         writer.finish({})
     return out
+
+
+def _write(writer: PartWriter, buffers: Sequence[Sequence[Example]]) -> None:
+    number = 0
+    for buffer in buffers:
+        writer.write(build_buffer(buffer, example_ids=range(number, number + len(buffer))))
+        number += len(buffer)
 
 
 def some_shards(out: Path, *, buffers: int = 12, seed: int = 0, capacity: int = CAPACITY) -> Path:

@@ -1,0 +1,313 @@
+"""Whole runs of the command: what they write, kill and resume, and what is refused before the first step."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_shards import CAPACITY, VOCABULARY, examples, some_shards, write_shards
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from packing.shards import open_shards
+from training.__main__ import main
+from training.config import load
+from training.data import OptionError, TrainingData
+from training.metrics import read
+
+RUN = """
+[data]
+shards = "shards"
+[model]
+config = "tiny-qwen3_5"
+[schedule]
+steps = 30
+warmup = 3
+[optim]
+lr = 5e-3
+weight_decay = 0.1
+[checkpoint]
+every = 4
+"""
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return some_shards(tmp_path_factory.mktemp("data") / "shards")
+
+
+@pytest.fixture
+def words(tmp_path: Path, shards: Path) -> Callable[..., list[str]]:
+    """The command's words for a run on the shards, with overrides."""
+    (tmp_path / "run.toml").write_text(RUN)
+
+    def make(*overrides: str, flags: tuple[str, ...] = (), run: str = "run") -> list[str]:
+        sets = (f"data.shards={shards}", f"run.dir={tmp_path / run}", *overrides)
+        return [str(tmp_path / "run.toml"), *flags, *(part for item in sets for part in ("--set", item))]
+
+    return make
+
+
+def losses(run: Path, kind: str = "train") -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == kind}
+
+
+def launch(ranks: int, words: list[str]) -> "subprocess.Popen[str]":
+    """The command under torchrun, or alone for one rank."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    return subprocess.Popen(
+        [sys.executable, "-m", *(torchrun if ranks > 1 else []), "training", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(ranks: int, words: list[str]) -> None:
+    if ranks == 1:
+        assert main(words) == 0
+        return
+    process = launch(ranks, words)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+
+
+def kill_after(step: int, *, run: Path, process: "subprocess.Popen[str]") -> None:
+    """Kills every rank with SIGKILL as soon as the metrics hold the step."""
+    deadline = time.monotonic() + 240
+    while not ((run / "metrics.jsonl").exists() and step in losses(run)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
+    for pid in map(int, workers.stdout.split() or [process.pid]):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_and_resumed_run_has_the_losses_of_one_never_stopped(
+    words: Callable[..., list[str]], tmp_path: Path, ranks: int
+) -> None:
+    """After SIGKILL, --resume repeats bit for bit what a run without a stop computes."""
+    finish(ranks, words(run="whole"))
+    kill_after(6, run=tmp_path / "cut", process=launch(ranks, words(run="cut")))
+    at_kill = max(losses(tmp_path / "cut"))
+    assert at_kill < 30
+    finish(ranks, words(run="cut", flags=("--resume",)))
+    whole = losses(tmp_path / "whole")
+    assert list(whole) == list(range(1, 31))
+    assert losses(tmp_path / "cut") == whole
+    assert len(set(whole.values())) == 30
+
+    if ranks == 2:  # the same global order of buffers, taken two at a time by one rank
+        oldest = min((tmp_path / "whole" / "checkpoints").glob("step-*"))
+        step = int(oldest.name.removeprefix("step-"))
+        assert step == 28
+        target = tmp_path / "one" / "checkpoints" / oldest.name
+        target.parent.mkdir(parents=True)
+        oldest.rename(target)
+        finish(1, words("data.accumulation=2", run="one", flags=("--resume",)))
+        found = losses(tmp_path / "one")
+        assert list(found) == [29, 30]
+        assert [found[29], found[30]] == pytest.approx([whole[29], whole[30]], rel=1e-4)
+
+
+def test_a_run_directory_tells_all(words: Callable[..., list[str]], tmp_path: Path, shards: Path) -> None:
+    """Resolved configuration, a metrics line a step with all figures, evaluations, the newest checkpoints."""
+    assert main(words("eval.every=2", "schedule.steps=10", "checkpoint.every=2")) == 0
+    run = tmp_path / "run"
+    config = load(run / "config.toml")
+    assert (config.data.shards, config.schedule.steps) == (str(shards), 10)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000008", "step-00000010"]
+    lines = read(run / "metrics.jsonl")
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in steps] == list(range(1, 11))
+    assert list(losses(run, "eval")) == [0, 2, 4, 6, 8, 10]
+    for line in steps:
+        assert 0 < line["supervised_tokens"] < line["real_tokens"] <= CAPACITY
+        assert line["fill"] == line["real_tokens"] / CAPACITY
+        assert line["real_tokens_per_s"] == pytest.approx(line["real_tokens"] / line["step_s"])
+        assert line["grad_norm"] > 0
+        assert line["memory_gib"] > 0
+    assert steps[0]["lr"] == pytest.approx(5e-3 / 3)
+    assert main(["check", str(run), "--eval-ratio", "0.99"]) == 0
+    assert main(["check", str(run), "--eval-ratio", "0.1"]) == 1
+
+
+def test_steps_of_epochs_and_an_early_stop(words: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Without schedule.steps the epochs decide, rounded up; run.steps stops early on the same schedule."""
+    epochs = ("schedule.steps=0", "schedule.epochs=2", "data.accumulation=5", "model.checkpointing=0")
+    assert main(words(*epochs, "run.steps=2")) == 0
+    assert main(words(*epochs, flags=("--resume",))) == 0
+    lines = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]  # 2 x 12 buffers, 5 a step
+    assert lines[-1]["lr"] < lines[2]["lr"] == 5e-3
+
+
+def test_dry_run_checks_and_writes_nothing(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--dry-run prints the resolved configuration and the model, and leaves no run directory."""
+    assert main(words(flags=("--dry-run",))) == 0
+    output = capsys.readouterr().out
+    assert "[schedule]" in output
+    assert "Qwen3_5ForCausalLM" in output
+    assert not (tmp_path / "run").exists()
+    assert main(words("data.shards=nowhere", flags=("--dry-run",))) == 2
+
+
+def tiny_qwen3(**changes: Any) -> Qwen3Config:
+    return Qwen3Config(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+        }
+        | changes
+    )
+
+
+def test_training_starts_from_the_weights_of_a_directory(
+    words: Callable[..., list[str]], tmp_path: Path, shards: Path
+) -> None:
+    """The evaluation before the first step is the loss of the stock model that was saved, tied or not."""
+    for tied in (False, True):
+        torch.manual_seed(5)
+        model = Qwen3ForCausalLM(tiny_qwen3(tie_word_embeddings=tied)).eval()
+        with torch.no_grad():
+            model.lm_head.weight *= 8  # far from any fresh initialisation
+        weights = tmp_path / f"weights-{tied}"
+        model.save_pretrained(weights, max_shard_size="20KB")
+        assert len(list(weights.glob("*.safetensors"))) > 1
+        run = f"from-{tied}"
+        overrides = (f"model.weights={weights}", "model.config=", "eval.every=1", "schedule.steps=1")
+        assert main(words(*overrides, run=run)) == 0
+        total, count = 0.0, 0
+        held_out = open_shards(shards / "eval")
+        for number in held_out.example_ids:
+            example = held_out.example(int(number))
+            ids, labels = (torch.tensor(x).long()[None] for x in (example.input_ids, example.labels))
+            with torch.no_grad():
+                total += float(model(input_ids=ids, labels=labels).loss) * example.supervised
+            count += example.supervised
+        assert losses(tmp_path / run, "eval")[0] == pytest.approx(total / count, rel=1e-5)
+
+
+def refused(
+    words: list[str], capsys: pytest.CaptureFixture[str], *parts: str, untouched: Path | None = None
+) -> None:
+    """The command ends with 2 and one line that holds all the parts."""
+    capsys.readouterr()
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("training: ")
+    assert captured.err.count("\n") == 1
+    for part in parts:
+        assert part in captured.err, captured.err
+    if untouched is not None:
+        assert not untouched.exists()
+
+
+def test_bad_data_is_refused(
+    words: Callable[..., list[str]], tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Missing, damaged, of another vocabulary, without a held-out part: one line, no run directory."""
+    run = tmp_path / "run"
+    refused(words("data.shards=nowhere"), capsys, "nowhere", "no such directory", untouched=run)
+    large = write_shards(tmp_path / "large", train=[examples(2)], vocabulary=5000)
+    refused(words(f"data.shards={large}", "eval.every=1"), capsys, "has no part 'eval'", untouched=run)
+    (tmp_path / "small.json").write_text(tiny_qwen3(vocab_size=90).to_json_string(use_diff=False))
+    (tmp_path / "huge.json").write_text(tiny_qwen3(vocab_size=97 + 2049).to_json_string(use_diff=False))
+    (tmp_path / "short.json").write_text(
+        tiny_qwen3(max_position_embeddings=63).to_json_string(use_diff=False)
+    )
+    for name, parts in {
+        "small.json": ("97 words", "the model has 90", "own tokenizer"),
+        "huge.json": ("97 words", "the model has 2146", "own tokenizer"),
+        "short.json": ("capacity of 64", "takes 63 positions", "--capacity 63"),
+    }.items():
+        refused(words(f"model.config={tmp_path / name}"), capsys, *parts, untouched=run)
+    damaged = some_shards(tmp_path / "damaged")
+    file = damaged / "data-00000.arrow"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    refused(words(f"data.shards={damaged}"), capsys, "data-00000.arrow", "damaged")
+
+
+def test_more_ranks_than_buffers_are_refused(shards: Path) -> None:
+    """Twelve buffers do for twelve ranks, not for thirteen."""
+    TrainingData(str(shards), rank=0, world_size=12).check_ranks()
+    with pytest.raises(OptionError, match="12 buffers, too few for 13 ranks"):
+        TrainingData(str(shards), rank=0, world_size=13).check_ranks()
+
+
+def test_bad_model_is_refused(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing or unknown configuration, weights that are missing or another model's: one line."""
+    refused(words("model.config=tiny-qwen4"), capsys, "tiny-qwen4", "built in are tiny-qwen3_5")
+    (tmp_path / "other.json").write_text('{"model_type": "no-such-model"}')
+    refused(words(f"model.config={tmp_path / 'other.json'}"), capsys, "other.json", "no-such-model")
+    (tmp_path / "list.json").write_text("[]")
+    refused(words(f"model.config={tmp_path / 'list.json'}"), capsys, "list.json")
+    (tmp_path / "encoder.json").write_text('{"model_type": "vit"}')
+    refused(words(f"model.config={tmp_path / 'encoder.json'}"), capsys, "vit", "no causal language model")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
+    here = ("model.config=", f"model.weights={empty}")
+    refused(words(*here), capsys, "no *.safetensors")
+    Qwen3ForCausalLM(tiny_qwen3(num_hidden_layers=1)).save_pretrained(empty)
+    (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
+    refused(words(*here), capsys, "not in the safetensors", "model.layers.1.")
+    refused(words("parallel.device=cuda"), capsys, "no GPU", "parallel.device=cpu")
+    refused(words("model.loss=liger"), capsys, "model.loss=plain")
+
+
+def test_wrong_resume_is_refused(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over a run that is there, with other shards, another model, or past the end: one line, nothing lost."""
+    assert main(words("schedule.steps=2")) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    resume: dict[str, Any] = {"flags": ("--resume",)}
+    refused(words(), capsys, "holds a run already", "--resume")
+    other = some_shards(tmp_path / "other", seed=1)
+    refused(words(f"data.shards={other}", **resume), capsys, "fingerprint")
+    refused(words("run.seed=1", **resume), capsys, "seed")
+    (tmp_path / "other.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
+    refused(words(f"model.config={tmp_path / 'other.json'}", **resume), capsys, "another model")
+    refused(words("schedule.steps=2", **resume), capsys, "2 of 2 steps")
+    trainer = tmp_path / "run" / "checkpoints" / "step-00000002" / "trainer.json"
+    text = trainer.read_text()
+    trainer.write_text(json.dumps(json.loads(text) | {"format": 99}))
+    refused(words(**resume), capsys, "format 99")
+    trainer.write_text(text[:-20])
+    refused(words(**resume), capsys, "trainer.json")
+    trainer.write_text(text)
+    next(trainer.parent.glob("*.distcp")).unlink()
+    refused(words(**resume), capsys, "step-00000002", "can't be loaded")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_partial_checkpoint_is_never_resumed_from(words: Callable[..., list[str]], tmp_path: Path) -> None:
+    """What a kill leaves of a checkpoint has another name; the run goes on from the last whole one."""
+    assert main(words("schedule.steps=4", "checkpoint.every=2", "run.steps=3")) == 0
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-00000003").rename(folder / ".step-00000003.partial")
+    assert main(words("schedule.steps=4", flags=("--resume",))) == 0
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
