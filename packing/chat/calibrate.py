@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -47,8 +47,9 @@ class Calibration:
         starts: (role before the turn, or "" at the beginning; whether the turn calls tools) -> the text
             that the turn begins with and that is not trained. A missing key: no such turn can be placed.
         why_not: The same keys -> why not, where a probe showed it.
-        ends: Role of the message behind the turn, or "" behind the last -> the markers that may end it.
-            A missing key: no such turn has an end.
+        ends: Role of the message behind the turn, or "" behind the last -> the markers that may end it,
+            each with what the turn prints behind it. A missing key: no such turn has an end. Empty: no
+            turn has, which only a template with marks of its own may do.
         overhang: The marker stands behind the turn's own text: the next message prints it.
         leads: What may stand between the start and the answer where no reasoning does.
         think: What may stand before and behind reasoning.
@@ -62,7 +63,7 @@ class Calibration:
     marked: bool
     starts: Mapping[tuple[str, bool], str]
     why_not: Mapping[tuple[str, bool], str]
-    ends: Mapping[str, tuple[str, ...]]
+    ends: Mapping[str, tuple[tuple[str, str], ...]]
     overhang: bool
     leads: frozenset[str]
     think: frozenset[tuple[str, str]]
@@ -128,8 +129,13 @@ _PLAIN_MORE = ("ucttA", "uctctA", "uauctA", "usA", "uasuA")
 _CALLS = ("uA", "uAta", "uAtaua", "uauAta", "uctAta", "uctA", "uAtta")
 
 
-def calibrate(template: ChatTemplate, *, bos: str | None) -> Calibration:
+def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[str]) -> Calibration:
     """Learns a template's turns. About a hundred renders, some 20 ms.
+
+    Args:
+        template: The template.
+        bos: The text of the tokenizer's BOS token.
+        special: Matches the tokenizer's special tokens.
 
     Raises:
         TemplateError: training on this template would be wrong; says why and what to do.
@@ -154,7 +160,7 @@ def calibrate(template: ChatTemplate, *, bos: str | None) -> Calibration:
             f"the chat template of {template.name}: {why_not['user', False]}. Mark what is trained with "
             "{% generation %} in a template of your own, and give it with --chat-template"
         )
-    ends, overhang = _find_ends(observations, template, bos)
+    ends, overhang = _find_ends(observations, template, bos, special)
     placed = [(seen, starts[seen.key]) for seen in observations if seen.key in starts]
     leads, think, headers = _find_leads(placed)
     return Calibration(
@@ -349,38 +355,59 @@ def _generation_prompt(template: ChatTemplate, history: Sequence[Mapping[str, An
 def _find_starts(
     observations: Sequence[_Observation], bos: str | None
 ) -> tuple[dict[tuple[str, bool], str], dict[tuple[str, bool], str]]:
+    """The header of each kind of turn, or why it can't be told."""
     starts: dict[tuple[str, bool], str] = {}
     why_not: dict[tuple[str, bool], str] = {}
-    after_user = _whole_tags(
-        _common([seen.prompt for seen in observations if seen.previous == "user" and seen.prompt is not None])
-    )
+    after_user = _prompt(seen for seen in observations if seen.previous == "user") or ""
     for key in sorted({seen.key for seen in observations}):
         group = [seen for seen in observations if seen.key == key]
         shared = _common([seen.region for seen in group])
-        prompts = [seen.prompt for seen in group if seen.prompt is not None]
-        prompt = _whole_tags(_common(prompts)) if prompts else after_user
+        own = _prompt(group)
+        prompt = after_user if own is None else own
         if not prompt.strip() and starts.get((key[0], False)) == "":
             starts[key] = ""  # plain turns begin without a header here, so all do
             continue
         try:
+            if not prompt.strip() and after_user.strip() and after_user in shared:
+                # Granite prints its prompt within the loop, so not behind a system text alone; yet what
+                # begins with the whole of the prompt begins with the prompt.
+                prompt = after_user
             starts[key] = _start(shared, prompt, bos)
+            _check_prompts(starts[key], group, bos)
         except ValueError as error:
-            # Granite prints its prompt within the loop, so not behind a system text alone; yet a turn that
-            # begins with the whole of the prompt begins with the prompt.
-            if after_user.strip() and after_user in shared:
-                starts[key] = _start(shared, after_user, bos)
-            else:
-                why_not[key] = str(error)
+            starts.pop(key, None)
+            why_not[key] = str(error)
     if not all(THINK.search(start) for start in starts.values() if start.strip()):
         # The think tag of the generation prompt is not in every turn: then it is never part of the header.
         starts = {key: THINK.split(start)[0] for key, start in starts.items()}
-    headers = {start.strip() for start in starts.values()} - {""}
+    headers = tuple({start.strip() for start in starts.values()} - {""})
     for seen in observations:
         body = seen.region.removeprefix(starts.get(seen.key, "")).lstrip()
-        if seen.key in starts and body.startswith(tuple(headers)):
+        if seen.key in starts and headers and body.startswith(headers):
             del starts[seen.key]
             why_not[seen.key] = f"such turns begin in more than one way, one of them {_short(body[:40])}"
     return starts, why_not
+
+
+def _prompt(group: Iterable[_Observation]) -> str | None:
+    """What the generation prompts of some probes share; None without any."""
+    prompts = [seen.prompt for seen in group if seen.prompt is not None]
+    return _whole_tags(_common(prompts)) if prompts else None
+
+
+def _check_prompts(start: str, group: Iterable[_Observation], bos: str | None) -> None:
+    """The header is the whole generation prompt, or all of it but the think tag.
+
+    Raises:
+        ValueError: a part of the prompt would be trained.
+    """
+    for seen in group:
+        prompt = seen.prompt or ""
+        rest = prompt.removeprefix(start.removeprefix(bos or "")).strip()
+        if not start.endswith(prompt) and rest and not THINK.match(rest):
+            raise ValueError(
+                f"its generation prompt is {_short(prompt)}, its turns begin with {_short(start)}"
+            )
 
 
 def _start(shared: str, prompt: str, bos: str | None) -> str:
@@ -424,37 +451,54 @@ def _common(texts: Sequence[str]) -> str:
 
 
 def _find_ends(
-    observations: Sequence[_Observation], template: ChatTemplate, bos: str | None
-) -> tuple[dict[str, tuple[str, ...]], bool]:
+    observations: Sequence[_Observation], template: ChatTemplate, bos: str | None, special: re.Pattern[str]
+) -> tuple[dict[str, tuple[tuple[str, str], ...]], bool]:
     """The markers that end a turn, by what follows it; and whether the next message prints them."""
-    ends: dict[str, set[str]] = {}
+    ends: dict[str, set[tuple[str, str]]] = {}
     plain = [seen for seen in observations if not seen.calls]
     for seen in plain:
-        tail = seen.region[seen.region.rindex(seen.answer) + len(seen.answer) :].rstrip()
-        if bos and tail.endswith(bos) and tail != bos:
-            tail = tail.removesuffix(bos).rstrip()
-        ends.setdefault(seen.next, set()).add(tail)
-    if all(found == {""} for found in ends.values()):
-        shared = _whole_tags(_common([seen.following for seen in plain])).rstrip()
-        if shared.strip():
-            return dict.fromkeys(ends, (shared,)), True
-    for following, which in (("user", "a turn that the user answers"), ("", "the last turn")):
-        if "" in ends[following]:
-            raise TemplateError(
-                f"the chat template of {template.name} prints no token that ends {which}: a model trained so "
-                "would not learn to stop. Give a template that prints one with --chat-template"
-            )
+        tail = seen.region[seen.region.rindex(seen.answer) + len(seen.answer) :]
+        ends.setdefault(seen.next, set()).add(_marker(tail, bos, special))
+    none = ("", "")
+    if all(found == {none} for found in ends.values()):
+        shared, _ = _marker(_whole_tags(_common([seen.following for seen in plain])), bos, special)
+        if shared:
+            return dict.fromkeys(ends, ((shared, ""),)), True
+    lacking = [following for following in ("user", "") if none in ends[following]]
+    if lacking and template.has_generation:
+        return {}, False
+    if lacking:
+        which = "a turn that the user answers" if lacking[0] else "the last turn"
+        raise TemplateError(
+            f"the chat template of {template.name} prints no token that ends {which}: a model trained so "
+            "would not learn to stop. Give a template that prints one with --chat-template"
+        )
     for seen in observations:
         found = ends.setdefault(seen.next, set())
         tail = seen.region.rstrip()
-        if seen.calls and not any(end and tail.endswith(end) for end in found):
+        if seen.calls and not any(marker and tail.endswith(marker + behind) for marker, behind in found):
             tags = list(TAG.finditer(tail))
-            found.add(tags[-1].group() if tags and tags[-1].end() == len(tail) else "")
+            found.add((tags[-1].group(), "") if tags and tags[-1].end() == len(tail) else none)
     return {
-        following: tuple(sorted(found, key=len, reverse=True))
+        following: tuple(sorted(found, key=lambda pair: -len("".join(pair))))
         for following, found in ends.items()
-        if found and "" not in found
+        if found and none not in found
     }, False
+
+
+def _marker(tail: str, bos: str | None, special: re.Pattern[str]) -> tuple[str, str]:
+    r"""What ends a turn, and what stands behind that, from the text behind an answer.
+
+    <|im_end|>\n                           -> "<|im_end|>", ""
+    <|END_RESPONSE|><|END_OF_TURN|>        -> both, since both have to be said
+    </s>\n<s>                              -> "</s>", "\n<s>"
+    .                                      -> "", "": not a token of its own, so nothing that stops
+    """
+    tail = tail.rstrip()
+    if bos and tail.endswith(bos) and tail != bos:
+        tail = tail.removesuffix(bos).rstrip()
+    run = re.compile(f"(?:{TAG.pattern}|{special.pattern})+").search(tail)
+    return (tail[: run.end()], tail[run.end() :]) if run else ("", "")
 
 
 def _find_leads(
@@ -479,12 +523,11 @@ def _find_markers(
     template: ChatTemplate,
     dialect: Dialect,
     starts: Mapping[tuple[str, bool], str],
-    ends: Mapping[str, tuple[str, ...]],
+    ends: Mapping[str, tuple[tuple[str, str], ...]],
 ) -> frozenset[str]:
     """The tags around messages; a header or end without any tag is a marker itself."""
-    texts = [start.strip() for start in starts.values()] + [
-        end.strip() for found in ends.values() for end in found
-    ]
+    texts = [start.strip() for start in starts.values()]
+    texts += [marker.strip() for found in ends.values() for marker, _ in found]
     markers = {text for text in texts if text and not TAG.search(text)}
     for shape in ("uaua", "suaua"):
         if seen := _try(template, _build(shape, _Words("Quokka")), dialect):

@@ -25,6 +25,7 @@ class Note(StrEnum):
 
     CALL_ID_ADDED = "tool_call_id_added"  # the template demands ids, the calls had none
     EMPTY_TURN = "empty_turn_not_trained"
+    NO_END = "no_end_token_trained"  # the template marks turns, and prints nothing that ends them
     MARK_EXTENDED = "generation_mark_extended_to_end_token"
     REASONING_DROPPED = "reasoning_dropped_by_template"  # once a turn
     SYSTEM_MOVED = "system_moved_by_template"  # a later system text stands elsewhere in the render
@@ -128,7 +129,7 @@ def split_think(content: str, *, number: int) -> tuple[str | None, str]:
     if opens != [True, False] * (len(opens) // 2):
         raise RowRejected(
             Reason.THINK_TAG,
-            f"message {number} has a think tag without its partner: whether it is markup or text can't be told",
+            f"message {number} has a think tag without its partner, which may be markup or text",
         )
     if block is None or answer is None:
         return None, content
@@ -143,7 +144,7 @@ def _stands_alone(content: str, tag: re.Match[str]) -> bool:
 
 def _call(call: Mapping[str, Any], number: int, dialect: Dialect) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(function, Mapping) or not _is_name(function.get("name")):
         raise RowRejected(Reason.BAD_TOOLS, f"message {number} has a tool call without a function name")
     arguments = function.get("arguments")
     if not isinstance(arguments, Mapping):
@@ -153,6 +154,23 @@ def _call(call: Mapping[str, Any], number: int, dialect: Dialect) -> dict[str, A
     text = to_json(arguments, f"message {number}: the arguments of {function['name']}")
     taken = text if dialect.arguments == "text" else arguments
     return {**call, "function": {**function, "arguments": taken}}
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and bool(name.strip())
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """The tools as JSON text, after a check that each is a schema with a name.
+
+    Raises:
+        RowRejected: one is not.
+    """
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not _is_name(function.get("name")):
+            raise RowRejected(Reason.BAD_TOOLS, f"tool {number} is no function with a name")
+    return to_json(tools, "the tools")
 
 
 def to_json(value: Any, what: str) -> str:

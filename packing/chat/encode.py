@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from packing.chat.calibrate import Calibration, calibrate
-from packing.chat.dialect import Note, adapt, to_json
+from packing.chat.dialect import Note, adapt, check_tools, to_json
 from packing.chat.spans import find_turns
 from packing.chat.template import RENDER_ERRORS, ChatTemplate
 from packing.chat.tokenizer import any_of, plain_backend, tokenizer_digest
@@ -137,8 +137,31 @@ class ChatEncoder:
                     f"the chat template of {name} prints today's date, so another day gives other tokens: "
                     "pin it with --template-date YYYY-MM-DD"
                 )
-            self._chats[source] = (template, calibrate(template, bos=self.tokenizer.bos_token))
+            calibration = calibrate(template, bos=self.tokenizer.bos_token, special=self._special)
+            self._chats[source] = (template, calibration)
+            self._compare(template, calibration)
         return source
+
+    def _compare(self, template: ChatTemplate, calibration: Calibration) -> None:
+        """Renders and encodes as this version of transformers does, or refuses to."""
+        if template.prints_date:
+            return  # pinned here, today's there
+        asked: dict[str, Any] = {"role": "user", "content": "What is 2 + 2?"}
+        said: dict[str, Any] = {"role": "assistant", "content": " It's 4. ", "reasoning_content": "2 + 2\n"}
+        messages = adapt([asked, said, asked, said], dialect=calibration.dialect, notes=[])
+        theirs = self.tokenizer.apply_chat_template(
+            messages,
+            chat_template=template.source,
+            tokenize=True,
+            return_dict=False,
+            **self.options.template_args,
+        )
+        ours = self._backend.encode(template.render(messages).text, add_special_tokens=False).ids
+        if list(theirs) != ours:
+            raise TemplateError(
+                f"the tokenizer {template.name} gives other ids through its own apply_chat_template: "
+                "it does more than its chat template and its tokenizer.json say"
+            )
 
     def encode(self, conversation: Conversation) -> list[Example]:
         """The examples of one conversation: one, or with turns="expand" one a trained turn.
@@ -158,6 +181,7 @@ class ChatEncoder:
         Raises:
             TemplateError: a conversation has messages, and the tokenizer has no chat template.
         """
+        self._backend = plain_backend(self.tokenizer)
         results: list[list[Example] | RowRejected] = []
         drafts: list[tuple[int, _Draft]] = []
         for number, conversation in enumerate(conversations):
@@ -202,7 +226,7 @@ class ChatEncoder:
         }
 
     def _check_ids(self, example: Example) -> Example:
-        size = len(self.tokenizer)
+        size = self._is_special.size
         low, high = int(example.input_ids.min()), int(example.input_ids.max())
         if low < 0 or high >= size:
             raise RowRejected(
@@ -222,35 +246,38 @@ class ChatEncoder:
         template, calibration = self._chats[self._with_tools if tools else self._without_tools]
         notes = list(conversation.notes)
         messages = adapt(conversation.messages or (), dialect=calibration.dialect, notes=notes)
-        self._check_control(messages, tools)
-        chosen = self._choose(messages, conversation.trainable, notes)
+        self._check_texts(messages, tools)
+        chosen = self._choose(messages, conversation.trainable)
         if self.options.turns == "whole":
-            return [self._draft_chat(messages, tools, chosen, template, calibration, notes)]
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        drafts = []
-        for number in chosen:
-            draft = self._draft_chat(messages[: number + 1], tools, [number], template, calibration, notes)
-            draft.turn = turns.index(number)
-            drafts.append(draft)
+            drafts = [self._draft_chat(messages, tools, chosen, template, calibration, notes)]
+        else:
+            drafts = [
+                self._draft_chat(messages[: number + 1], tools, [number], template, calibration, notes)
+                for number in chosen
+            ]
+            turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+            for draft, number in zip(drafts, chosen, strict=True):
+                draft.turn = turns.index(number)
+        drafts = [draft for draft in drafts if draft.spans]
+        if not drafts:
+            raise RowRejected(Reason.NOTHING_TO_TRAIN, f"nothing is said in the {len(chosen)} turns to train")
         return drafts
 
-    def _check_control(
+    def _check_texts(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> None:
+        tools_text = check_tools(tools) if tools else ""
         if self.options.control_tokens == "allow":
             return
         for number, message in enumerate(messages):
-            for text in _texts(message):
-                if found := self._control.search(text):
-                    raise RowRejected(
-                        Reason.CONTROL_TOKEN, f"message {number} spells the control token {found.group()!r}"
-                    )
-        if tools and (found := self._control.search(to_json(tools, "the tools"))):
+            if found := next(filter(None, map(self._control.search, _texts(message))), None):
+                raise RowRejected(
+                    Reason.CONTROL_TOKEN, f"message {number} spells the control token {found.group()!r}"
+                )
+        if found := self._control.search(tools_text):
             raise RowRejected(Reason.CONTROL_TOKEN, f"the tools spell the control token {found.group()!r}")
 
-    def _choose(
-        self, messages: Sequence[Mapping[str, Any]], trainable: Sequence[bool] | None, notes: list[str]
-    ) -> list[int]:
+    def _choose(self, messages: Sequence[Mapping[str, Any]], trainable: Sequence[bool] | None) -> list[int]:
         """The numbers of the messages to train."""
         if trainable is not None and len(trainable) != len(messages):
             raise RowRejected(Reason.BAD_WEIGHT, f"{len(trainable)} weights for {len(messages)} messages")
@@ -263,18 +290,8 @@ class ChatEncoder:
         elif self.options.train_on == "all":
             said = list(range(len(messages)))
         chosen = [number for number in said if trainable is None or trainable[number]]
-        blank = {
-            n
-            for n in chosen
-            if messages[n]["role"] == "assistant" and not any(map(str.strip, _texts(messages[n])))
-        }
-        if blank:
-            notes.append(Note.EMPTY_TURN)
-            chosen = [number for number in chosen if number not in blank]
-        if not any(
-            messages[number]["role"] == "assistant" or self.options.train_on == "all" for number in chosen
-        ):
-            raise RowRejected(Reason.NOTHING_TO_TRAIN, f"no message of {len(messages)} is trained")
+        if not chosen:
+            raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of {len(messages)} messages is trained")
         return chosen
 
     def _draft_chat(

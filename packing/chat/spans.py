@@ -207,9 +207,9 @@ class _Turn:
         if self.calls and "tool_calls" not in self.calibration.renders:
             raise _lost(self.number, "tool calls are left out")
         end = self._end()
-        if self.calibration.marked:
+        if self.calibration.marked or end is None:
             spans = self._extend(marks, end, turns.notes)
-            said = "".join(self.text[start:end] for start, end, _ in spans)
+            said = "".join(self.text[start:stop] for start, stop, _ in spans)
         else:
             start = self._start()
             spans = [Span(start, end[1], self.number)]
@@ -219,12 +219,15 @@ class _Turn:
         if not self.calibration.marked:
             if not self.calls:
                 self._check_lead(said, answer, shown)
-            self._check_header(spans[0], end, shown)
+            self._check_header(spans[0], shown)
         for call in self.calls:
             self._check_call(call, said)
         if (self.reasoning and not shown) or answer != self.message["content"].strip():
             turns.dropped.append(self.number)
-        turns.spans.extend(spans)
+        if answer or shown or self.calls:
+            turns.spans.extend(spans)
+        else:
+            turns.notes.append(Note.EMPTY_TURN)
 
     def _start(self) -> int:
         """Where the header ends."""
@@ -239,25 +242,33 @@ class _Turn:
             raise _uncertain(self.number, f"the turn does not begin with {start!r}")
         return self.region[0] + len(start)
 
-    def _end(self) -> Region:
-        """Where the marker that ends the turn stands."""
+    def _end(self) -> Region | None:
+        """Where the marker that ends the turn stands; None where the template has none at all."""
+        if not self.calibration.ends:
+            return None
         begin, stop = self.region
         ends = self.calibration.ends.get(self.following)
         if ends is None:
             raise _uncertain(self.number, f"no token ends a turn that a {self.following} message follows")
-        for end in ends:
+        text = self.text[begin:stop].rstrip()
+        for marker, behind in ends:
             if self.calibration.overhang:
-                if self.text.startswith(end, stop):
-                    return (stop, stop + len(end))
-            elif (text := self.text[begin:stop].rstrip()).endswith(end):
-                return (begin + len(text) - len(end), begin + len(text))
-        raise _uncertain(self.number, f"the turn does not end with {' or '.join(map(repr, ends))}")
+                if self.text.startswith(marker, stop):
+                    return (stop, stop + len(marker))
+            elif text.endswith(marker + behind):
+                end = begin + len(text) - len(behind)
+                return (end - len(marker), end)
+        wanted = " or ".join(repr(marker) for marker, _ in ends)
+        raise _uncertain(self.number, f"the turn does not end with {wanted}")
 
-    def _extend(self, marks: list[Span], end: Region, notes: list[str]) -> list[Span]:
+    def _extend(self, marks: list[Span], end: Region | None, notes: list[str]) -> list[Span]:
         """The template's own marks; where they leave the end marker out, they are extended to it."""
         if not marks:
             raise _uncertain(self.number, "the template's {% generation %} marks leave this turn out")
         last = marks[-1]
+        if end is None:
+            notes.append(Note.NO_END)
+            return marks
         if last.end >= end[1]:
             return marks
         if self.text[last.end : end[0]].strip():
@@ -306,10 +317,10 @@ class _Turn:
         if not known:
             raise _uncertain(self.number, f"what stands before the answer, {lead[:60]!r}, no probe shows")
 
-    def _check_header(self, span: Span, end: Region, shown: bool) -> None:
+    def _check_header(self, span: Span, shown: bool) -> None:
         """The header does not come again within the turn, but where every such turn has it so."""
         header = self.text[self.region[0] : span.start].strip()
-        count = self.text.count(header, self.region[0], end[1]) if header else 1
+        count = self.text.count(header, self.region[0], span.end) if header else 1
         kind = (shown, bool(self.message["content"].strip()), bool(self.calls), count)
         if count != 1 and kind not in self.calibration.headers:
             raise _uncertain(self.number, f"the turn contains its beginning {header!r} {count} times")
@@ -325,15 +336,15 @@ class _Turn:
 
 def _leaves(value: Any) -> Iterator[Any]:
     """Each key, and each value that is no container."""
-    if isinstance(value, Mapping):
-        yield from value
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            waiting += value
+        else:
+            yield value
 
 
 def _may_be_foreign(render: Render, regions: Sequence[Region | None], messages: Sequence[Message]) -> bool:

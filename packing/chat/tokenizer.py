@@ -48,16 +48,12 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> Any:
             f"the tokenizer {name_or_path} has no fast implementation (no tokenizer.json): "
             "convert it with transformers' convert_slow_tokenizer, or choose another"
         )
-    file = cached_file(
-        name_or_path,
-        "tokenizer.json",
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if file is None:
-        return tokenizer
-    reference = tokenizers.Tokenizer.from_file(file)
+    try:
+        reference = tokenizers.Tokenizer.from_file(
+            cached_file(name_or_path, "tokenizer.json", revision=revision)
+        )
+    except OSError:
+        return tokenizer  # none to compare with: made from another format
     if agrees(tokenizer, reference):
         return tokenizer
     # transformers 5.17 rebuilds deepseek_v3 from its config and loses every space.
@@ -83,12 +79,16 @@ def agrees(tokenizer: Any, reference: Any) -> bool:
 
 
 def plain_backend(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` inside, without the padding and truncation that a call may have left."""
+    """The `tokenizers.Tokenizer` inside, as `apply_chat_template` uses it.
+
+    A call may have left padding and truncation in it.
+    """
     backend = tokenizer.backend_tokenizer
     if backend.padding is not None:
         backend.no_padding()
     if backend.truncation is not None:
         backend.no_truncation()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
     return backend
 
 
