@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from training.kernels import record
-from training.kernels.contract import KernelError, outside_compile, segment_lengths
+from training.kernels.contract import KernelError, Unsupported, outside_compile, segment_lengths
 from training.kernels.packages import Machine
 
 # transformers treats names that contain "flash", "flex_attention" or "sdpa" in its own way. A name that its
@@ -115,12 +115,12 @@ def _refuse(
     if key.shape[2] != query.shape[2]:
         raise KernelError(f"{name}: {key.shape[2]} keys for {query.shape[2]} queries: pass use_cache=False")
     if dropout:
-        raise KernelError(f"{name}: attention dropout {dropout} is not supported: set attention_dropout to 0")
+        raise Unsupported(f"{name}: attention dropout {dropout} is not supported: set attention_dropout to 0")
     if features.pop("is_causal", None) is False:
-        raise KernelError(f"{name}: attention that is not causal is not supported")
+        raise Unsupported(f"{name}: attention that is not causal is not supported")
     unknown = [key for key, value in features.items() if value is not None and key not in _WITHOUT_EFFECT]
     if unknown:
-        raise KernelError(f"{name}: unknown attention features {', '.join(sorted(unknown))}")
+        raise Unsupported(f"{name}: unknown attention features {', '.join(sorted(unknown))}")
 
 
 def _refuse_fused(
@@ -128,13 +128,13 @@ def _refuse_fused(
 ) -> None:
     name, width = _name(module), query.shape[3]
     if s_aux is not None:
-        raise KernelError(f"{name}: torch's varlen attention has no sinks: bind with kernels='reference'")
+        raise Unsupported(f"{name}: torch's varlen attention has no sinks: bind with kernels='reference'")
     if softcap is not None:
-        raise KernelError(f"{name}: torch's varlen attention has no softcap: bind with kernels='reference'")
+        raise Unsupported(f"{name}: torch's varlen attention has no softcap: bind with kernels='reference'")
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise KernelError(f"{name}: torch's varlen attention takes bf16 and fp16, not {query.dtype}")
     if width > 256 or width % 8:
-        raise KernelError(f"{name}: torch's varlen attention takes head dims of 8, 16, … 256, not {width}")
+        raise Unsupported(f"{name}: torch's varlen attention takes head dims of 8, 16, … 256, not {width}")
 
 
 def _varlen(
@@ -236,9 +236,9 @@ def choose(layer: torch.nn.Module, *, name: str, where: Machine, wanted: str | N
         KernelError: attention that is not causal, has dropout, or that the wanted kernel can't compute.
     """
     if not getattr(layer, "is_causal", True):
-        raise KernelError(f"{name}: attention in both directions is not supported")
+        raise Unsupported(f"{name}: attention in both directions is not supported")
     if dropout := getattr(layer, "attention_dropout", 0.0):
-        raise KernelError(f"{name}: attention dropout {dropout} is not supported: set attention_dropout to 0")
+        raise Unsupported(f"{name}: attention dropout {dropout} is not supported: set attention_dropout to 0")
     if where.device != "cuda":
         return "sdpa, sequence by sequence"
     if where.capability < (8, 0):
@@ -246,7 +246,7 @@ def choose(layer: torch.nn.Module, *, name: str, where: Machine, wanted: str | N
             f"{name}: torch's varlen attention needs compute capability 8.0, not {where.capability}"
         )
     if getattr(layer, "sinks", None) is not None:
-        raise KernelError(f"{name}: torch's varlen attention has no sinks: bind with kernels='reference'")
+        raise Unsupported(f"{name}: torch's varlen attention has no sinks: bind with kernels='reference'")
     if wanted == "FA4" and getattr(layer, "sliding_window", None) is not None:
         raise KernelError(f"{name}: FlashAttention 4 can't train with a sliding window: choose FA2 or FA3")
     if wanted in ("FA3", "FA4"):

@@ -273,7 +273,7 @@ def _bound_class(layer: torch.nn.Module, name: str, where: Machine, wanted: Mapp
         try:
             return inner(self, *args, **kwargs)
         except KernelError as error:
-            raise KernelError(f"{self.packed_name}: {error}") from error
+            raise type(error)(f"{self.packed_name}: {error}") from error
 
     return type(
         f"Packed{cls.__name__}",

@@ -19,6 +19,10 @@ class KernelError(PadfreeError):
     """A layer that can't be isolated here: its text names the layer, the cause and what to do."""
 
 
+class Unsupported(KernelError):
+    """A layer that these kernels do not compute, whatever is installed."""
+
+
 def make_batch(
     input_ids: torch.Tensor,
     seq_lengths: Sequence[int],

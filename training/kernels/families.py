@@ -116,7 +116,12 @@ _GRANITE = {
     **_MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4, "shared_intermediate_size": 16,
 }  # fmt: skip
 _LFM2 = {**_TWO, "layer_types": ["conv", "full_attention"]}
-_GPT_OSS = {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}
+_GPT_OSS = {
+    **_ALTERNATING,
+    "max_position_embeddings": 131072,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 _TABLE: tuple[tuple[str, str, str, str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("Qwen3.5", "Qwen3_5ForCausalLM", "qwen3_5_text", _GDN, {**_HYBRID, "head_dim": 8}, _GDN_HEADS),
     (
@@ -175,17 +180,22 @@ FAMILIES = tuple(
 ARCHITECTURES = frozenset(family.architecture for family in FAMILIES)
 
 
-def build(config: Any, architecture: str, *, seed: int = 0) -> Any:
-    """A model with random weights, the same for the same seed, in evaluation mode."""
+def build(config: Any, architecture: str, *, device: str = "cpu", seed: int = 0) -> Any:
+    """An fp32 model with random weights, the same for the same seed, in evaluation mode."""
     torch.manual_seed(seed)
-    return getattr(transformers, architecture)(config).eval()
+    with torch.device(device):
+        return getattr(transformers, architecture)(config).eval()
 
 
-def tiny(family: Family, *, seed: int = 0, real_heads: bool = False) -> Any:
-    """The family's tiny model with random weights, in evaluation mode; its heads tiny or as published."""
+def tiny_config(family: Family, *, real_heads: bool = False) -> Any:
+    """The family's tiny configuration, its heads tiny or as published."""
     arguments = {**family.tiny, **family.heads} if real_heads else family.tiny
-    config = transformers.AutoConfig.for_model(family.model_type, **arguments)
-    return build(config, family.architecture, seed=seed)
+    return transformers.AutoConfig.for_model(family.model_type, **arguments)
+
+
+def tiny(family: Family, *, seed: int = 0) -> Any:
+    """The family's tiny model on the CPU, as from `build`."""
+    return build(tiny_config(family), family.architecture, seed=seed)
 
 
 def few_layers(config: Any) -> Any:

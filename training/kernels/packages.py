@@ -7,10 +7,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import torch
 from packaging.version import Version
+
+from training.kernels.contract import KernelError
 
 # Import name -> distribution name, in the order in which doctor shows them.
 PACKAGES = {
@@ -30,6 +34,13 @@ PACKAGES = {
 IMPORT_FAILURES = (
     ImportError, OSError, RuntimeError, AttributeError, AssertionError, ValueError, TypeError, KeyError,
 )  # fmt: skip
+
+
+def failures() -> tuple[type[BaseException], ...]:
+    """What a kernel may raise when it is compiled or run: for reports, which go on with the next kernel."""
+    triton = sys.modules.get("triton.errors")
+    compiler = (triton.TritonError,) if triton is not None else ()
+    return (*IMPORT_FAILURES, ArithmeticError, subprocess.SubprocessError, KernelError, *compiler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,14 @@ difference  two models with the same weights, fused and reference: how far apart
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 
 from training.kernels.contract import Batch, make_batch
 
@@ -24,7 +26,7 @@ class Isolation:
     Attributes:
         logits: The most that a logit of another example moved. Isolated: 0.0.
         gradients: The most that the gradient of the others' loss moved, at the others' own embeddings.
-            Isolated: 0.0, or `noise` where a kernel's backward adds up in no fixed order.
+            Isolated: 0.0, or near `noise` where a kernel's backward adds up in no fixed order.
         across: The largest gradient of the others' loss at the replaced example's embeddings. Isolated: 0.0.
         replaced: The most that one of its own logits moved: not 0.0, or nothing was proven.
         noise: The most that a gradient moves between two runs of the very same buffer.
@@ -87,15 +89,16 @@ def isolation(model: Any, seq_lengths: Sequence[int], *, replaced: int, seed: in
     batch = make_batch(tokens, seq_lengths, device=device)
     del batch["input_ids"]
 
-    routing: list[torch.Tensor] = []
     with torch.no_grad():
         first, second = (embedding(ids.to(device))[None] for ids in (tokens, others))
-    with _recording(model, routing):
-        logits, gradient = _run(model, batch, first, elsewhere, seed)
-    with _replaying(model, routing):
-        again = _run(model, batch, first, elsewhere, seed)
-    with _replaying(model, routing):
-        logits_2, gradient_2 = _run(model, batch, second, elsewhere, seed)
+    routing: list[torch.Tensor] = []
+    with _repeatable(model):
+        with _recording(model, routing):
+            logits, gradient = _run(model, batch, first, elsewhere, seed)
+        with _replaying(model, routing):
+            again = _run(model, batch, first, elsewhere, seed)
+        with _replaying(model, routing):
+            logits_2, gradient_2 = _run(model, batch, second, elsewhere, seed)
     return Isolation(
         logits=_most(logits[elsewhere], logits_2[elsewhere]),
         gradients=_most(gradient[elsewhere], gradient_2[elsewhere]),
@@ -103,6 +106,27 @@ def isolation(model: Any, seq_lengths: Sequence[int], *, replaced: int, seed: in
         replaced=_most(logits[~elsewhere], logits_2[~elsewhere]),
         noise=_most(gradient, again[1]),
     )
+
+
+@contextmanager
+def _repeatable(model: Any) -> Iterator[None]:
+    """On CUDA has FlashAttention's backward add up in a fixed order, so that 0.0 can be asked for.
+
+    Not for models with experts: counting the tokens of each has no such implementation in torch.
+    """
+    if next(model.parameters()).device.type != "cuda" or _routers(model):
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it in this mode
+    fill: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), fill.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    fill.fill_uninitialized_memory = False  # as in training, where nobody fills it
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        fill.fill_uninitialized_memory = before[1]
 
 
 def _run(
