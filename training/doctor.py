@@ -134,7 +134,7 @@ def run_doctor(
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Tiny matmuls lose more by waiting for threads than they win: 17 s with one, minutes on a busy machine."""
+    """Tiny matmuls lose more by waiting for threads than they win: 17 s with one, minutes with busy ones."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
