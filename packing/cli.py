@@ -45,6 +45,9 @@ MODULES = {"doctor": "training.doctor"}
 """Verbs of the training side: its module is imported by name when it is asked for, and has a `main`.
 So `packing` does not import `training`, and works without it."""
 
+TEXT_FILES = {"chat_template"}
+"""Options whose value is the text of a file; the flag takes the file's name."""
+
 MOST_WORKERS = 8
 """By default; more pay on large inputs only."""
 
@@ -67,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt:
-        return _say("interrupted; nothing was kept", status=INTERRUPTED)
+        return _say("interrupted", status=INTERRUPTED)
     except PadfreeError as error:
         return _say(str(error), status=USER_ERROR)
     except OSError as error:
@@ -286,6 +289,7 @@ def _pack_parser() -> _Parser:
     from packing.formats import FormatOptions
     from packing.pipeline import MAX_REJECTS
     from packing.plan import Algorithm
+    from packing.sources import SourceOptions
 
     parser = _Parser("pack")
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, folder, glob or hub data set")
@@ -298,7 +302,7 @@ def _pack_parser() -> _Parser:
         "--dry-run",
         type=int,
         metavar="N",
-        help="read N rows of each input, write nothing, show what would be",
+        help="read N rows of each input, write nothing, show what would be packed",
     )
     parser.add_argument(
         "--max-rejects",
@@ -315,58 +319,51 @@ def _pack_parser() -> _Parser:
     group.add_argument(
         "--overflow", choices=get_args(Overflow), default="drop", help="of longer examples (%(default)s)"
     )
-    group.add_argument("--algorithm", choices=get_args(Algorithm), default=get_args(Algorithm)[0])
+    group.add_argument(
+        "--algorithm",
+        choices=get_args(Algorithm),
+        default="best_fit_decreasing",
+        help="how examples are spread over buffers (%(default)s)",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of the plan and of the eval part")
     group.add_argument("--eval-fraction", type=float, default=0.0, metavar="F", help="goes to DIR/eval")
 
-    group = parser.add_argument_group("what is trained")
-    _add_choices(group, ChatOptions)
-    group.add_argument(
-        "--chat-template", type=_text_file, metavar="FILE", help="in place of the tokenizer's own"
-    )
-    group.add_argument(
-        "--template-arg",
-        dest="template_args",
-        action=_Pairs,
-        type=_json_pair,
-        metavar="NAME=VALUE",
-        default={},
-    )
-    group.add_argument(
-        "--template-date", metavar="YYYY-MM-DD", help="for a template that prints today's date"
-    )
-
-    group = parser.add_argument_group("how rows are read")
-    _add_choices(group, FormatOptions)
-    group.add_argument(
-        "--column",
-        dest="columns",
-        action=_Pairs,
-        type=_pair,
-        metavar="NAME=COLUMN",
-        default={},
-        help="where a column has another name: messages=dialog",
-    )
-    group.add_argument("--split", help="of a data set")
-    group.add_argument("--config", help="of a hub data set")
-    group.add_argument("--revision", help="of a hub data set")
+    for title, options in (
+        ("what is trained", ChatOptions),
+        ("how rows are read", FormatOptions),
+        ("which part of a data set", SourceOptions),
+    ):
+        _add_options(parser.add_argument_group(title), options)
     return parser
 
 
-def _add_choices(group: Any, options: type[Any]) -> None:
-    """A flag for each field that has a closed list of values, with the field's own help."""
+def _add_options(group: Any, options: type[Any]) -> None:
+    """A flag for each field of an options class, with the field's own values, default and help."""
     hints = get_type_hints(options)
     texts = dict(
         re.findall(r"(?m)^ {4}(\w+): ((?:.+\n?)(?: {8}.+\n?)*)", introspection.getdoc(options) or "")
     )
     for field in dataclasses.fields(options):
-        if get_origin(hints[field.name]) is Literal:
+        hint = hints[field.name]
+        flag = f"--{field.name.replace('_', '-')}"
+        text = " ".join(texts[field.name].split()).replace("%", "%%")
+        if get_origin(hint) is Literal:
+            choices = get_args(hint)
+            group.add_argument(flag, choices=choices, default=field.default, help=f"{text} (%(default)s)")
+        elif get_origin(hint) is Mapping:  # --template-arg a=1 --template-arg b=2 for `template_args`
             group.add_argument(
-                f"--{field.name.replace('_', '-')}",
-                choices=get_args(hints[field.name]),
-                default=field.default,
-                help=f"{' '.join(texts[field.name].split())} (%(default)s)".replace("%", "%%"),
+                flag.removesuffix("s"),
+                dest=field.name,
+                action=_Pairs,
+                type=_json_pair if get_args(hint)[1] is Any else _pair,
+                metavar="NAME=VALUE",
+                default={},
+                help=text,
             )
+        elif field.name in TEXT_FILES:
+            group.add_argument(flag, type=_text_file, metavar="FILE", help=text)
+        else:
+            group.add_argument(flag, help=text)
 
 
 def _options(kind: type[Options], arguments: argparse.Namespace) -> Options:

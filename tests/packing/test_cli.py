@@ -1,0 +1,588 @@
+"""The command: what it prints, how it exits, and that no user ever sees a traceback."""
+
+import contextlib
+import gzip
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from packing import cli
+from packing.pipeline import pack_dataset
+from packing.sample import CHATS, TOKENIZER
+from packing.shards import open_shards
+
+COMMAND = [sys.executable, "-c", "import sys; from packing.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture
+def padfree(capsys):
+    """Runs the command in this process: (exit status, stdout, stderr)."""
+
+    def run(*words):
+        capsys.readouterr()
+        with contextlib.suppress(SystemExit):
+            status = cli.main([str(word) for word in words])
+            return status, *capsys.readouterr()
+        pytest.fail("the command left by SystemExit")
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A shard set of the sample with one rejected row and an eval part; tests only read it."""
+    folder = tmp_path_factory.mktemp("packed")
+    (folder / "chats.jsonl").write_text(CHATS.read_text("utf-8") + "no JSON\n", "utf-8")
+    pack_dataset(
+        [str(folder / "chats.jsonl")],
+        tokenizer=str(TOKENIZER),
+        out=folder / "out",
+        capacity=1024,
+        eval_fraction=0.1,
+    )
+    return folder / "out"
+
+
+def pack_words(file, out, *more):
+    return ("pack", file, "--tokenizer", TOKENIZER, "--out", out, *more)
+
+
+def is_one_line(err):
+    return err.startswith("padfree: ") and err.count("\n") == 1 and err.endswith("\n")
+
+
+GOOD = json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]})
+
+
+# The way from chats to shards and back
+
+
+def test_pack_prints_where_every_row_went(padfree, tmp_path):
+    """The table has rows, tokens, trained tokens, reasons, buffers, fill rate and speed; the exit is 0."""
+    (tmp_path / "chats.jsonl").write_text(f"{GOOD}\n" * 19 + "{\n", "utf-8")
+    status, out, err = padfree(*pack_words(tmp_path / "chats.jsonl", tmp_path / "out", "--capacity", 64))
+    assert (status, err) == (0, "")
+    for words in (
+        ["in", "20"],
+        ["packed", "19"],
+        ["rejected:", "bad_json", "1"],
+        ["buffers", "64 tokens"],
+        ["fill rate", "%"],
+        ["a buffer"],
+        ["tokens/s"],
+        ["rejects.jsonl"],
+    ):
+        assert any(all(word in line for word in words) for line in out.splitlines()), words
+
+
+def test_json_is_one_object_and_nothing_else(padfree, tmp_path, packed):
+    """pack, its dry run, stats and verify print one JSON object on stdout, and nothing on stderr."""
+    for words in (
+        pack_words(CHATS, tmp_path / "out", "--json", "--workers", 2),
+        ("pack", CHATS, "--tokenizer", TOKENIZER, "--dry-run", 5, "--json"),
+        ("stats", packed, "--json"),
+        ("verify", packed, "--json"),
+    ):
+        status, out, err = padfree(*words)
+        assert (status, err) == (0, "")
+        assert isinstance(json.loads(out), dict)
+
+
+def test_stats_agree_with_pack(padfree, tmp_path):
+    """What stats reads from the files is what pack reported when it wrote them."""
+    _, out, _ = padfree(*pack_words(CHATS, tmp_path / "out", "--eval-fraction", 0.2, "--json"))
+    packed = json.loads(out)
+    _, out, _ = padfree("stats", tmp_path / "out", "--json")
+    found = json.loads(out)
+    assert found["accounting"] == packed["accounting"]
+    for part in ("main", "eval"):
+        assert {name: found[part][name] for name in packed[part]} == packed[part]
+
+
+def test_stats_show_lengths(padfree, packed):
+    """The spread of tokens an example and of examples a buffer is in the table."""
+    status, out, _ = padfree("stats", packed)
+    assert status == 0
+    lengths = open_shards(packed).seq_lengths
+    assert f"max {lengths.max()}" in out
+
+
+def test_options_reach_the_tokens(padfree, tmp_path):
+    """Flags of every kind end in the manifest: choices, pairs, JSON values, dates, files."""
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
+        "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (tmp_path / "rows.jsonl").write_text(GOOD.replace("messages", "dialog") + "\n", "utf-8")
+    status, _, err = padfree(
+        *pack_words(tmp_path / "rows.jsonl", tmp_path / "out"),
+        *("--column", "messages=dialog", "--train-on", "last", "--turns", "expand", "--overflow", "truncate"),
+        *("--template-arg", "flag=false", "--template-arg", "word=yes", "--template-date", "2024-07-26"),
+        *(
+            "--chat-template",
+            tmp_path / "own.jinja",
+            "--trailing-user",
+            "reject",
+            "--control-tokens",
+            "allow",
+        ),
+        *("--algorithm", "next_fit", "--seed", 7),
+    )
+    assert (status, err) == (0, "")
+    fingerprint = open_shards(tmp_path / "out").manifest["fingerprint"]
+    assert fingerprint["chat"]["template_args"] == {"flag": False, "word": "yes"}
+    assert fingerprint["chat"]["template_date"] == "2024-07-26"
+    assert fingerprint["chat"]["chat_template"] == [(tmp_path / "own.jinja").read_text()]
+    assert (fingerprint["chat"]["train_on"], fingerprint["chat"]["turns"]) == ("last", "expand")
+    assert fingerprint["chat"]["control_tokens"] == "allow"
+    assert fingerprint["formats"]["columns"] == {"messages": "dialog"}
+    assert fingerprint["formats"]["trailing_user"] == "reject"
+    assert (fingerprint["overflow"], fingerprint["algorithm"], fingerprint["seed"]) == (
+        "truncate",
+        "next_fit",
+        7,
+    )
+
+
+def test_unpack_and_pack_are_inverse(padfree, tmp_path, packed):
+    """The examples come out in input order with their origin, and packing them gives the same ones again."""
+    status, _, err = padfree("unpack", packed, "--out", tmp_path / "examples.jsonl")
+    assert (status, err) == (0, "")
+    lines = [json.loads(line) for line in (tmp_path / "examples.jsonl").read_text().splitlines()]
+    before = open_shards(packed)
+    assert [line["example"] for line in lines] == list(range(len(before.seq_lengths)))
+    assert {line["input"] for line in lines} == {"chats.jsonl"}
+    assert padfree(*pack_words(tmp_path / "examples.jsonl", tmp_path / "again", "--capacity", 2000))[0] == 0
+    after = open_shards(tmp_path / "again")
+    assert len(after.seq_lengths) == len(lines)
+    assert all(
+        after.example(n).labels.tolist() == before.example(n).labels.tolist() for n in range(len(lines))
+    )
+
+
+def test_unpack_keeps_a_file_that_exists(padfree, tmp_path, packed):
+    """It is an error without --force."""
+    (tmp_path / "examples.jsonl").write_text("mine")
+    status, out, err = padfree("unpack", packed, "--out", tmp_path / "examples.jsonl")
+    assert (status, out) == (2, "")
+    assert is_one_line(err)
+    assert (tmp_path / "examples.jsonl").read_text() == "mine"
+    assert padfree("unpack", packed, "--out", tmp_path / "examples.jsonl", "--force")[0] == 0
+
+
+def test_a_dry_run_shows_and_writes_nothing(padfree, tmp_path, monkeypatch):
+    """Counts, rejected rows with their reason, and the trained text of the first example."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(f'{{"messages": []}}\n{GOOD}\n{GOOD}\n')
+    status, out, err = padfree("pack", "rows.jsonl", "--tokenizer", TOKENIZER, "--dry-run", 2)
+    assert (status, err) == (0, "")
+    assert "rows.jsonl:1 empty_conversation" in out
+    assert "⟦a<|im_end|>⟧" in out
+    assert os.listdir() == ["rows.jsonl"]
+
+
+# What a person looks at
+
+
+def test_inspect_marks_exactly_the_trained_text(padfree, packed):
+    """Without colour, what stands between the marks is what the labels train, for every example."""
+    from packing.chat import load_tokenizer
+
+    tokenizer = load_tokenizer(str(TOKENIZER))
+    shards = open_shards(packed)
+    for number in range(0, len(shards.seq_lengths), 60):
+        status, out, _ = padfree("inspect", packed, "--example", number)
+        assert status == 0
+        labels = shards.example(number).labels
+        text = out.split("──")[-1]
+        marked = "".join(piece.split("⟧")[0] for piece in text.split("⟦")[1:])
+        assert marked == tokenizer.decode(labels[labels >= 0])
+
+
+def test_inspect_names_the_source_line(padfree, packed):
+    """The line that an example is said to be from holds its text."""
+    lines = (packed.parent / "chats.jsonl").read_text("utf-8").splitlines()
+    for number in (0, 100, 300):
+        _, out, _ = padfree("inspect", packed, "--example", number)
+        place = out.split("chats.jsonl:")[1].split(" ")[0]
+        for message in json.loads(lines[int(place) - 1])["messages"]:
+            assert message["content"] in out.replace("⟦", "").replace("⟧", "")
+
+
+def test_inspect_a_buffer_shows_its_examples(padfree, packed):
+    """Each example of the buffer has its line in the layout and its text below."""
+    buffer = open_shards(packed)[3]
+    _, out, _ = padfree("inspect", packed, "--buffer", 3)
+    for number in buffer.example_ids.tolist():
+        assert out.count(f"example {number} ·") == 2
+
+
+def test_inspect_in_colour(packed):
+    """On a terminal the trained text is coloured and has no marks."""
+    from rich.console import Console
+
+    from packing import report
+    from packing.chat import load_tokenizer
+
+    console = Console(force_terminal=True, color_system="standard", width=500)
+    tokenizer = load_tokenizer(str(TOKENIZER))
+    with console.capture() as capture:
+        console.print(report.marked(open_shards(packed).example(0), tokenizer=tokenizer, colour=True))
+    assert "\x1b[1;32m" in capture.get()
+    assert "⟦" not in capture.get()
+
+
+def test_text_can_not_steer_the_terminal():
+    """Escape sequences in somebody's data are shown, never sent."""
+    from packing.report import visible
+
+    assert visible("a\x1b[2Jb\tc\nd\x7f\x9b") == "a␛[2Jb\tc\nd␡\ufffd"
+
+
+@pytest.mark.parametrize("option", ["--buffer", "--example"])
+@pytest.mark.parametrize("number", ["-1", "99999999"])
+def test_inspect_a_number_that_is_not_there(padfree, packed, option, number):
+    """It is one line that says so."""
+    status, out, err = padfree("inspect", packed, f"{option}={number}")
+    assert (status, out) == (2, "") or (status == 2 and "trained" in out)
+    assert is_one_line(err)
+
+
+def test_inspect_refuses_another_tokenizer(padfree, packed, tmp_path):
+    """Text decoded with other tokens would be nonsense, so it is an error."""
+    other = copy_tokenizer(tmp_path / "other")
+    state = json.loads((other / "tokenizer.json").read_text("utf-8"))
+    state["pre_tokenizer"] = None
+    (other / "tokenizer.json").write_text(json.dumps(state), "utf-8")
+    status, _, err = padfree("inspect", packed, "--tokenizer", other)
+    assert status == 2
+    assert is_one_line(err)
+    assert "not the tokenizer" in err
+
+
+def copy_tokenizer(folder, **changes):
+    folder.mkdir()
+    for file in TOKENIZER.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, **changes}), "utf-8")
+    return folder
+
+
+# Bad input
+
+BAD_ROWS = {
+    "an unreadable line": (GOOD.encode().replace(b"q", b"\xff"), "bad_encoding"),
+    "no JSON": (b"{", "bad_json"),
+    "a missing column": (b'{"dialog_of_mine": []}', "bad_record"),
+    "an empty conversation": (b'{"messages": []}', "empty_conversation"),
+    "a lone surrogate": (GOOD.replace('"q"', '"\\ud83d"').encode(), "lone_surrogate"),
+    "longer than the buffer": (GOOD.replace('"q"', f'"{"long " * 200}"').encode(), "too_long"),
+    "nothing to train": (b'{"messages": [{"role": "user", "content": "q"}]}', "nothing_to_train"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_is_rejected_and_the_run_goes_on(padfree, tmp_path, kind):
+    """Among good rows it costs one line in rejects.jsonl, with file, line and reason."""
+    raw, reason = BAD_ROWS[kind]
+    (tmp_path / "rows.jsonl").write_bytes(f"{GOOD}\n".encode() * 20 + raw + b"\n" + f"{GOOD}\n".encode() * 20)
+    status, _, err = padfree(*pack_words(tmp_path / "rows.jsonl", tmp_path / "out", "--capacity", 100))
+    assert (status, err) == (0, "")
+    (reject,) = open_shards(tmp_path / "out").rejects()
+    assert (reject["input"], reject["line"], reject["reason"]) == ("rows.jsonl", 21, reason)
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_too_many_bad_rows_stop_the_run(padfree, tmp_path, kind):
+    """Past --max-rejects it is one line with counts and the first row, exit 2, and nothing is left."""
+    raw, reason = BAD_ROWS[kind]
+    (tmp_path / "rows.jsonl").write_bytes(raw + b"\n" + f"{GOOD}\n".encode() * 3)
+    status, out, err = padfree(*pack_words(tmp_path / "rows.jsonl", tmp_path / "out", "--capacity", 100))
+    assert (status, out) == (2, "")
+    assert is_one_line(err)
+    assert "1 of 4 rows" in err
+    assert f"rows.jsonl:1 {reason}" in err
+    assert os.listdir(tmp_path) == ["rows.jsonl"]
+
+
+def bad_inputs(folder):
+    """Name -> the words of a command that can't work, and what its line has to say."""
+    good = folder / "good.jsonl"
+    good.write_text(GOOD + "\n")
+    out = folder / "out"
+    (folder / "there").mkdir()
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(f"{GOOD}\n".encode() * 5000)[:-30])
+    (folder / "data.json").write_text("this is no JSON")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "lfs.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    untaught = copy_tokenizer(folder / "untaught", chat_template=None)
+    broken = copy_tokenizer(folder / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    (folder / "latin.jinja").write_bytes(b"\xe9")
+    return {
+        "capacity 0": (pack_words(good, out, "--capacity", 0), "capacity of 0"),
+        "capacity no number": (pack_words(good, out, "--capacity", "8k"), "--capacity"),
+        "output exists": (pack_words(good, folder / "there"), "exists"),
+        "output exists, no shard set": (pack_words(good, folder / "there", "--force"), "no shard set"),
+        "no output": (("pack", good, "--tokenizer", TOKENIZER), "--out"),
+        "no tokenizer": (("pack", good, "--out", out), "--tokenizer"),
+        "no template": (
+            (*pack_words(good, out)[:2], "--tokenizer", untaught, "--out", out),
+            "--chat-template",
+        ),
+        "broken tokenizer": ((*pack_words(good, out)[:2], "--tokenizer", broken, "--out", out), "broken"),
+        "wrong tokenizer path": (
+            (*pack_words(good, out)[:2], "--tokenizer", folder / "no", "--out", out),
+            "no",
+        ),
+        "missing file": (pack_words(folder / "missing.jsonl", out), "missing.jsonl"),
+        "file that is no JSON": (pack_words(folder / "data.json", out), "data.json"),
+        "empty file": (pack_words(folder / "empty.jsonl", out), "empty"),
+        "cut archive": (pack_words(folder / "cut.jsonl.gz", out), "cut.jsonl.gz"),
+        "pointer": (pack_words(folder / "lfs.parquet", out), "LFS"),
+        "unknown option": (pack_words(good, out, "--packign"), "--packign"),
+        "shortened option": (pack_words(good, out, "--cap", 5), "--cap"),
+        "unknown choice": (pack_words(good, out, "--overflow", "cut"), "overflow"),
+        "bad pair": (pack_words(good, out, "--column", "messages"), "NAME=VALUE"),
+        "unknown column": (pack_words(good, out, "--column", "mesages=x"), "mesages"),
+        "missing template file": (pack_words(good, out, "--chat-template", folder / "no.jinja"), "no.jinja"),
+        "template file in Latin-1": (
+            pack_words(good, out, "--chat-template", folder / "latin.jinja"),
+            "latin.jinja",
+        ),
+        "bad date": (pack_words(good, out, "--template-date", "yesterday"), "yesterday"),
+        "bad seed": (pack_words(good, out, "--seed", -1), "seed"),
+        "bad fraction": (pack_words(good, out, "--eval-fraction", 1), "fraction"),
+        "no workers": (pack_words(good, out, "--workers", 0), "workers"),
+        "dry run of nothing": (("pack", good, "--tokenizer", TOKENIZER, "--dry-run", 0), "0"),
+        "output below a file": (pack_words(good, good / "out"), "good.jsonl"),
+        "unknown verb": (("pakc",), "pakc"),
+        "stats of nothing": (("stats", folder / "no"), "no such directory"),
+        "stats of no shard set": (("stats", folder / "there"), "manifest.json"),
+        "verify nothing": (("verify", folder / "no"), "no such directory"),
+        "unpack nothing": (("unpack", folder / "no", "--out", out), "no such directory"),
+        "unpack to nowhere": (("unpack", folder / "no"), "--out"),
+        "inspect nothing": (("inspect", folder / "no"), "no such directory"),
+        "both": (("inspect", folder / "no", "--buffer", 1, "--example", 1), "not allowed"),
+    }
+
+
+BAD_INPUTS = [
+    "capacity 0", "capacity no number", "output exists", "output exists, no shard set", "no output",
+    "no tokenizer", "no template", "broken tokenizer", "wrong tokenizer path", "missing file",
+    "file that is no JSON", "empty file", "cut archive", "pointer", "unknown option", "shortened option",
+    "unknown choice", "bad pair", "unknown column", "missing template file", "template file in Latin-1",
+    "bad date", "bad seed", "bad fraction", "no workers", "dry run of nothing", "output below a file",
+    "unknown verb", "stats of nothing", "stats of no shard set", "verify nothing", "unpack nothing",
+    "unpack to nowhere", "inspect nothing", "both",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_INPUTS)
+def test_bad_input_is_one_line_and_exit_2(padfree, tmp_path, kind):
+    """What a user can cause costs one line on stderr, nothing on stdout, and nothing is left behind."""
+    inputs = bad_inputs(tmp_path)
+    assert sorted(inputs) == sorted(BAD_INPUTS)
+    before = sorted(os.listdir(tmp_path))
+    words, says = inputs[kind]
+    status, out, err = padfree(*words)
+    assert (status, out) == (2, "")
+    assert is_one_line(err), err
+    assert says in err
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def damage(kind, folder):
+    """Damages a shard set; returns the file that a message has to name."""
+    manifest, data = folder / "manifest.json", folder / "data-00000.arrow"
+    if kind == "flipped byte":
+        raw = bytearray(data.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        data.write_bytes(raw)
+        return data
+    if kind == "truncated":
+        data.write_bytes(data.read_bytes()[:-100])
+        return data
+    if kind == "missing file":
+        data.unlink()
+        return data
+    if kind == "another version":
+        manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
+        return manifest
+    if kind == "edited manifest":
+        manifest.write_text(manifest.read_text().replace('"capacity": 1024', '"capacity": 1025'))
+        return manifest
+    eval_data = folder / "eval" / "data-00000.arrow"
+    eval_data.write_bytes(eval_data.read_bytes()[:-1] + b"x")
+    return eval_data
+
+
+@pytest.mark.parametrize(
+    "kind", ["flipped byte", "truncated", "missing file", "another version", "edited manifest", "eval part"]
+)
+def test_a_damaged_shard_set(padfree, tmp_path, packed, kind):
+    """Verify exits with 1 and names the file; what reads the set exits with 2; each says it in one line."""
+    subprocess.run(["cp", "-r", packed, tmp_path / "out"], check=True)
+    place = damage(kind, tmp_path / "out")
+    status, out, err = padfree("verify", tmp_path / "out")
+    assert (status, out) == (1, "")
+    assert is_one_line(err)
+    assert str(place) in err
+    status, out, err = padfree("verify", tmp_path / "out", "--json")
+    assert status == 1
+    assert str(place) in json.loads(out)["fault"]
+    for verb in (("stats",), ("inspect",), ("unpack",)):
+        if kind == "eval part" and verb != ("stats",):
+            continue  # they do not read it
+        more = ("--out", tmp_path / "x.jsonl") if verb == ("unpack",) else ()
+        status, out, err = padfree(*verb, tmp_path / "out", *more)
+        assert status == 2
+        assert is_one_line(err)
+        assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_a_full_disk_is_one_line(padfree, tmp_path, monkeypatch):
+    """When the disk takes no more, the run says so and leaves nothing."""
+
+    class Full:
+        def __getattr__(self, name):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("packing.pipeline.store.tempfile.TemporaryFile", lambda **_: Full())
+    monkeypatch.setattr("packing.pipeline.store.ExampleStore.__exit__", lambda *_: None)
+    status, out, err = padfree(*pack_words(CHATS, tmp_path / "out"))
+    assert (status, out) == (2, "")
+    assert is_one_line(err)
+    assert "No space left" in err
+    assert os.listdir(tmp_path) == []
+
+
+# Ends
+
+
+@pytest.fixture(scope="module")
+def long_input(tmp_path_factory):
+    """Enough rows to be still at work when the test kills it."""
+    file = tmp_path_factory.mktemp("long") / "chats.jsonl"
+    file.write_bytes(CHATS.read_bytes() * 200)
+    return file
+
+
+def descendants(process):
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True, check=False
+    )
+    return [int(word) for word in found.stdout.split()]
+
+
+def alive(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, *, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)]
+)
+def test_a_run_that_is_killed_leaves_nothing_that_looks_whole(tmp_path, long_input, number, status):
+    """Killed half-way, pack leaves no output and no worker; asked politely, nothing; the next run works."""
+    words = [str(word) for word in pack_words(long_input, tmp_path / "out", "--workers", 2)]
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_for(lambda: list(tmp_path.glob(".out*")) and len(descendants(process.pid)) >= 2)
+        workers = descendants(process.pid)
+        time.sleep(0.5)
+        assert process.poll() is None, "the input is too short for this test"
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status
+    assert out == ""
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+    wait_for(lambda: not any(map(alive, workers)), seconds=20)
+    if number != signal.SIGKILL:
+        assert os.listdir(tmp_path) == []
+    assert cli.main([str(word) for word in pack_words(CHATS, tmp_path / "out", "--workers", 1)]) == 0
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_closed_pipe_is_quiet(packed):
+    """`padfree inspect DIR | head -1` prints one line and no complaint."""
+    process = subprocess.Popen(
+        [*COMMAND, "unpack", str(packed), "--out", "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 141
+
+
+# Start
+
+
+def test_help_lists_every_verb(padfree):
+    """The summary of each verb is in the help, and each verb has its own."""
+    status, out, _ = padfree("--help")
+    assert status == 0
+    for verb in cli.VERBS:
+        assert f"  {verb} " in out
+
+
+def test_without_words_the_help_is_shown(padfree):
+    """`padfree` alone is a question."""
+    assert padfree() == padfree("--help")
+
+
+@pytest.mark.parametrize("verb", ["pack", "stats", "inspect", "verify", "unpack"])
+def test_each_verb_has_help(verb, capsys):
+    """`padfree VERB --help` exits with 0 and shows the verb's options."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([verb, "--help"])
+    assert end.value.code == 0
+    assert f"padfree {verb}" in capsys.readouterr().out
+
+
+def test_every_option_of_pack_has_help(capsys):
+    """No option without a word on what it does."""
+    for action in cli._pack_parser()._actions:
+        assert action.help, action.option_strings
+
+
+def test_help_imports_nothing_heavy():
+    """`padfree --help` starts without numpy, rich, torch, transformers and datasets."""
+    code = (
+        "import sys; from packing.cli import main; main(['--help']); "
+        "print(sorted({'numpy', 'rich', 'torch', 'transformers', 'datasets', 'numba'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
+def test_verbs_of_the_training_side_are_there():
+    """A verb that lives in another package has a module of that name with a `main`."""
+    for module in cli.MODULES.values():
+        assert callable(importlib.import_module(module).main)

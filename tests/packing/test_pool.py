@@ -1,0 +1,93 @@
+"""Worker processes: results in order, no reading ahead, and a clear end when one of them dies."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from packing.errors import InputError
+from packing.pipeline.pool import WorkerDied, map_in_order
+
+
+def double_late(n):
+    time.sleep(0.02 if n % 5 == 0 else 0)
+    return 2 * n
+
+
+def process_id(_):
+    time.sleep(0.01)
+    return os.getpid()
+
+
+def die_at_seven(n):
+    if n == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return n
+
+
+def refuse_seven(n):
+    if n == 7:
+        raise InputError("seven is no number")
+    return n
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_results_come_in_the_order_of_the_items(workers):
+    """Items that take longer do not fall behind."""
+    assert list(map_in_order(double_late, range(40), workers=workers)) == list(range(0, 80, 2))
+
+
+def test_one_worker_is_this_process():
+    """No process is started where one is enough."""
+    assert set(map_in_order(process_id, range(3), workers=1)) == {os.getpid()}
+
+
+def test_several_workers_are_other_processes():
+    """The work is really spread."""
+    found = set(map_in_order(process_id, range(30), workers=3))
+    assert os.getpid() not in found
+    assert 1 < len(found) <= 3
+
+
+def test_more_workers_than_items():
+    """Workers without work do no harm."""
+    assert list(map_in_order(double_late, [1], workers=6)) == [2]
+    assert list(map_in_order(double_late, [], workers=2)) == []
+
+
+def test_items_are_read_no_further_than_needed():
+    """However slow the reader of the results is, at most a few items a worker are held."""
+    taken = []
+    results = map_in_order(double_late, (taken.append(n) or n for n in range(1000)), workers=2)
+    next(results)
+    assert len(taken) <= 6
+    results.close()
+
+
+def test_a_dead_worker_is_one_clear_error():
+    """A worker that is killed, as for lack of memory, ends the run with one error that says so."""
+    with pytest.raises(WorkerDied, match="2 worker processes died"):
+        list(map_in_order(die_at_seven, range(50), workers=2))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_in_a_worker_arrives_as_itself(workers):
+    """What a worker raises has its own type and text here."""
+    with pytest.raises(InputError, match=r"^seven is no number$"):
+        list(map_in_order(refuse_seven, range(50), workers=workers))
+
+
+def test_the_environment_is_as_before(monkeypatch):
+    """Workers run with one thread in tokenizers; this process's own setting comes back."""
+    for before in (None, "true"):
+        if before is None:
+            monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+        else:
+            monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+        assert set(map_in_order(parallelism, [1, 2], workers=2)) == {"false"}
+        assert os.environ.get("TOKENIZERS_PARALLELISM") == before
+
+
+def parallelism(_):
+    return os.environ.get("TOKENIZERS_PARALLELISM")
