@@ -118,17 +118,22 @@ def cut_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
     A line longer than `MAX_RECORD` loses its middle, so that memory stays flat; its length gives it away.
     """
-    number, rest = 1, b""
+    number, size = 1, 0
+    begun: list[bytes] = []  # the blocks so far of a line that goes on
     for block in blocks:
-        if len(rest) > MAX_RECORD and b"\n" not in block:
+        if b"\n" not in block:
+            if size <= MAX_RECORD:
+                begun.append(block)
+                size += len(block)
             continue
-        lines = io.BytesIO(rest + block).readlines()
-        rest = b"" if lines[-1].endswith(b"\n") else lines.pop()
+        lines = io.BytesIO(b"".join((*begun, block))).readlines()
+        begun = [] if lines[-1].endswith(b"\n") else [lines.pop()]
+        size = sum(map(len, begun))
         for line in lines:
             yield number, line
             number += 1
-    if rest:
-        yield number, rest
+    if begun:
+        yield number, b"".join(begun)
 
 
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[][{},"]', re.DOTALL)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from packing.chunks import (
     CHUNK_BYTES,
-    MAX_RECORD,
     Damaged,
     arrow_chunks,
     csv_chunks,
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
 
 Identity = Mapping[str, str | None]
 
-BLOCK = 1 << 20
-"""Bytes read at a time."""
+BLOCK = 1 << 18
+"""Bytes read at a time; what a block holds before damage in it is not seen."""
 
 BOMB_BYTES, BOMB_RATIO = 1 << 30, 1000
 """Past so many bytes, a file that grew by more than this factor is taken for a decompression bomb.
@@ -122,7 +121,7 @@ class Source(ABC):
     def _counted(self, pieces: Iterator[T], *, records: Callable[[T], int]) -> Iterator[T]:
         """The pieces; what goes wrong in them becomes an `InputError` that counts the records so far."""
         count = 0
-        with _named(self.place, suffix=lambda: f" (after {count:,} whole records)"):
+        with _named(self.place, suffix=lambda: f" (after reading {count:,} records)"):
             for piece in pieces:
                 yield piece
                 count += records(piece)
@@ -202,10 +201,14 @@ class FileSource(Source):
 
     def _look_at_text(self, suffix: str) -> str:
         text = b""
-        for block in self._blocks():
-            _refuse(text := (text + block).lstrip())
-            if b"\n" in text or len(text) > MAX_RECORD:
-                break
+        try:
+            for block in self._blocks():
+                _refuse(text := (text + block).lstrip())
+                if b"\n" in text[-len(block) :] or len(text) > CHUNK_BYTES:
+                    break
+        except OSError as error:  # a cut archive, which `chunks` meets again and counts the records before
+            if not text:
+                raise Damaged(f"{error} (after reading 0 records)") from None
         first_line = text.partition(b"\n")[0]
         if suffix in (".csv", ".tsv"):
             return suffix[1:]
@@ -218,13 +221,13 @@ class FileSource(Source):
         raise Damaged(f"is no JSON, CSV, Parquet or Arrow: it begins with {first_line[:24]!r}")
 
     def _blocks(self) -> Iterator[bytes]:
-        """The file's bytes, decompressed, without a byte order mark; never more than `BLOCK` at once."""
+        """The file's bytes, decompressed, without a byte order mark: 512 of them, then `BLOCK` at once."""
         import pyarrow as pa
 
         with pa.OSFile(self.place) as file:
             stream = pa.CompressedInputStream(file, self._codec) if self._codec else file
             size = 0
-            while block := stream.read(BLOCK):
+            while block := stream.read(BLOCK if size else 512):
                 if size == 0 and block.startswith(BOM):
                     self._bom = True
                     block = block.removeprefix(BOM)
@@ -234,7 +237,8 @@ class FileSource(Source):
                         f"a decompression bomb? {file.tell():,} bytes became {size:,}: "
                         "decompress it yourself, if it is meant"
                     )
-                yield block
+                if block:
+                    yield block
 
 
 def _refuse(head: bytes) -> None:
@@ -319,7 +323,8 @@ def _open_folder(place: str, *, name: str, number: int, options: SourceOptions) 
 
     if options.config or options.revision:
         raise OptionError(f"{place} is a folder; a configuration or revision is of a hub data set")
-    with _named(place, KeyError, TypeError, ValueError):  # what a damaged state.json leads to
+    damages = (AttributeError, KeyError, TypeError, ValueError)  # what nonsense in state.json leads to
+    with _named(place, *damages):
         dataset, folder, split = load_from_disk(place), place, options.split
         if isinstance(dataset, DatasetDict):
             split = _split(list(dataset), options.split)
