@@ -30,9 +30,9 @@ demo: $(VENV)/.train  ## pack the sample chats, look at them, train a tiny model
 	$(BIN)/padfree verify $(DEMO)/shards
 	$(BIN)/padfree inspect $(DEMO)/shards --example 0
 	$(BIN)/python benchmarks/first_batch.py $(DEMO)/shards
-	$(BIN)/torchrun --standalone --nproc-per-node 2 -m training benchmarks/configs/demo.toml
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m training benchmarks/configs/demo.toml --set run.steps=40
 	$(BIN)/python -m training check $(DEMO)/run --eval-ratio 0.7
-	$(BIN)/torchrun --standalone --nproc-per-node 2 -m training benchmarks/configs/demo.toml --resume --set schedule.steps=+5
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m training benchmarks/configs/demo.toml --resume
 	@echo
 	@echo "Next, with your own chats and your own model's tokenizer:"
 	@echo "  $(BIN)/padfree pack chats.jsonl --tokenizer Qwen/Qwen3-0.6B --out shards"
