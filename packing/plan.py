@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from packing.boundaries import Lengths
 from packing.errors import OptionError
 
-Algorithm = Literal["best_fit_decreasing", "first_fit_decreasing", "next_fit"]
+Algorithm = Literal["best_fit_decreasing", "swap_search", "first_fit_decreasing", "next_fit"]
 
 _MOST = 2**31 - 1  # positions and lengths are int32 inside, which halves the memory moved
 
@@ -54,13 +54,15 @@ def plan_bins(
     """Spreads examples over bins of at most `capacity` tokens.
 
     The same lengths, options and seed give the same plan on every machine. The seed decides which of the
-    examples of equal length goes where, and the order of the bins; never how many bins there are.
+    examples of equal length goes where, and the order of the bins.
 
     Args:
         lengths: Whole numbers in 1 … capacity.
         capacity: Most tokens in a bin.
-        algorithm: `best_fit_decreasing` and `first_fit_decreasing` come within about 0.1 % of the bound
-            on chat data; `next_fit` keeps the order and wastes about 10 %.
+        algorithm: `best_fit_decreasing` takes milliseconds and comes within about 0.1 % of the bound on
+            chat data. `swap_search` takes seconds, never more bins, and up to 10 % fewer where a bin holds
+            only two to five examples. `first_fit_decreasing` and `next_fit` (which keeps the order and
+            wastes about 10 %) are there to compare with.
         seed: 0 … 2**64 - 1.
 
     Raises:
