@@ -85,8 +85,9 @@ def test_trl_without_labels_is_trained_where_its_masks_say(tmp_path: Path) -> No
 def test_a_megatron_mask_belongs_to_the_next_token_and_not_beyond_its_sequence(tmp_path: Path) -> None:
     """A loss mask at an example's last token, which Megatron's collator cuts off, trains nothing here."""
     row = {**MEGATRON, "loss_mask": [0, 1, 1, 1, 1, 1, 1, 1, 1]}
-    import_packed([save(tmp_path / "a.idx.parquet", row)], out=tmp_path / "out")
+    report = import_packed([save(tmp_path / "a.idx.parquet", row)], out=tmp_path / "out")
     assert examples(tmp_path / "out") == EXAMPLES
+    assert report.accounting["normalised_rows"] == {}  # what Megatron itself cuts off is no loss to report
 
 
 def test_torchtune_s_split_example_is_kept_without_its_headless_rest(tmp_path: Path) -> None:
