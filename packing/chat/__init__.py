@@ -4,13 +4,19 @@ messages -> normalised (`messages`) -> rendered, with a place for each (`templat
 and checked by what probes showed of the template (`calibrate`, `spans`) -> ids and labels (`encode`).
 """
 
+from packing.chat.audit import Audit, Finding, audit
+from packing.chat.dialect import Note
 from packing.chat.encode import ENCODING_VERSION, ChatEncoder, ChatOptions, encode_chat
 from packing.chat.tokenizer import load_tokenizer, tokenizer_digest
 
 __all__ = [
     "ENCODING_VERSION",
+    "Audit",
     "ChatEncoder",
     "ChatOptions",
+    "Finding",
+    "Note",
+    "audit",
     "encode_chat",
     "load_tokenizer",
     "tokenizer_digest",

@@ -140,24 +140,24 @@ def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[st
     Raises:
         TemplateError: training on this template would be wrong; says why and what to do.
     """
-    dialect, renders = _find_dialect(template)
+    dialect, renders = find_dialect(template)
     observations = list(_observe_all(template, dialect, renders))
     plain = [seen for seen in observations if not seen.calls and seen.previous == "user"]
     if not {"", "user"} <= {seen.next for seen in plain}:
         raise TemplateError(
-            f"the chat template of {template.name} does not print an assistant's answer to a user as text, "
+            f"{template.name} does not print an assistant's answer to a user as text, "
             "each turn at its own place: give a template that does with --chat-template"
         )
     if stray := next((seen for seen in plain if seen.foreign), None):
         raise TemplateError(
-            f"the chat template of {template.name} prints another message's text within the assistant's turn "
+            f"{template.name} prints another message's text within the assistant's turn "
             f"({_short(stray.region)}): mark what is trained with {{% generation %}} in an own template"
         )
     observations = [seen for seen in observations if not seen.foreign]
     starts, why_not = _find_starts(observations, bos)
     if not template.has_generation and ("user", False) not in starts:
         raise TemplateError(
-            f"the chat template of {template.name}: {why_not['user', False]}. Mark what is trained with "
+            f"{template.name}: {why_not['user', False]}. Mark what is trained with "
             "{% generation %} in a template of your own, and give it with --chat-template"
         )
     ends, overhang = _find_ends(observations, template, bos, special)
@@ -224,8 +224,8 @@ def region_of(render: Render, message: int) -> tuple[int, int] | None:
     return (pieces[0].start, pieces[-1].end) if pieces else None
 
 
-def _find_dialect(template: ChatTemplate) -> tuple[Dialect, frozenset[str]]:
-    """How the template takes reasoning, calls and tools, and what of them it prints."""
+def find_dialect(template: ChatTemplate) -> tuple[Dialect, frozenset[str]]:
+    """How the template takes reasoning, calls and tools, and what of them it prints (`renders`)."""
     words = _Words("Quokka")
     dialect = Dialect(thinking="thinking" in template.reads)
     renders = set()
@@ -470,7 +470,7 @@ def _find_ends(
     if lacking:
         which = "a turn that the user answers" if lacking[0] else "the last turn"
         raise TemplateError(
-            f"the chat template of {template.name} prints no token that ends {which}: a model trained so "
+            f"{template.name} prints no token that ends {which}: a model trained so "
             "would not learn to stop. Give a template that prints one with --chat-template"
         )
     for seen in observations:

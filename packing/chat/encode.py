@@ -118,29 +118,23 @@ class ChatEncoder:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (self.tokenizer, self.options))
 
+    @property
+    def calibration(self) -> Calibration:
+        """What was learnt of the template for conversations without tools."""
+        return self._chats[self._without_tools][1]
+
     def _learn(self, *, tools: Sequence[Any] | None) -> str:
-        name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
-        try:
-            source: str = self.tokenizer.get_chat_template(self.options.chat_template, tools)
-        except ValueError as error:
-            raise TemplateError(f"the tokenizer {name}: {error}") from error
-        if source not in self._chats:
-            template = ChatTemplate(
-                source,
-                name=name,
-                special_tokens=self.tokenizer.special_tokens_map,
-                arguments=self.options.template_args,
-                date=self.options.template_date,
-            )
+        template = chat_template_of(self.tokenizer, self.options, tools=tools)
+        if template.source not in self._chats:
             if template.prints_date and self.options.template_date is None:
                 raise TemplateError(
-                    f"the chat template of {name} prints today's date, so another day gives other tokens: "
+                    f"{template.name} prints today's date, so another day gives other tokens: "
                     "pin it with --template-date YYYY-MM-DD"
                 )
             calibration = calibrate(template, bos=self.tokenizer.bos_token, special=self._special)
-            self._chats[source] = (template, calibration)
+            self._chats[template.source] = (template, calibration)
             self._compare(template, calibration)
-        return source
+        return template.source
 
     def _compare(self, template: ChatTemplate, calibration: Calibration) -> None:
         """Renders and encodes as this version of transformers does, or refuses to."""
@@ -159,8 +153,8 @@ class ChatEncoder:
         ours = self._backend.encode(template.render(messages).text, add_special_tokens=False).ids
         if list(theirs) != ours:
             raise TemplateError(
-                f"the tokenizer {template.name} gives other ids through its own apply_chat_template: "
-                "it does more than its chat template and its tokenizer.json say"
+                f"{template.name} gives other ids through the tokenizer's own apply_chat_template, "
+                "which does more than the template and tokenizer.json say"
             )
 
     def encode(self, conversation: Conversation) -> list[Example]:
@@ -380,6 +374,31 @@ class ChatEncoder:
         if len(ids) < 2:
             raise RowRejected(Reason.NOTHING_TO_TRAIN, "the text is one token")
         return make_example(ids, trained=trained, notes=draft.notes)
+
+
+def chat_template_of(tokenizer: Any, options: ChatOptions, *, tools: Sequence[Any] | None) -> ChatTemplate:
+    """The template that `apply_chat_template` would use: the options', or the tokenizer's for such a row.
+
+    Raises:
+        TemplateError: there is none, or it does not compile.
+        OptionError: a template argument or date that can't be.
+    """
+    of = tokenizer.name_or_path or type(tokenizer).__name__
+    try:
+        source: str = tokenizer.get_chat_template(options.chat_template, tools)
+    except ValueError as error:
+        raise TemplateError(
+            f"the tokenizer {of} has no chat template for such rows: give one with --chat-template FILE"
+        ) from error
+    return ChatTemplate(
+        source,
+        name=f"the chat template of {of}"
+        if options.chat_template is None
+        else f"the chat template given for {of}",
+        special_tokens=tokenizer.special_tokens_map,
+        arguments=options.template_args,
+        date=options.template_date,
+    )
 
 
 def _rebuild(tokenizer: Any, options: ChatOptions) -> ChatEncoder:

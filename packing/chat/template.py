@@ -229,7 +229,7 @@ class ChatTemplate:
         edges = sum(node.name == "padfree_generation_edge" for node in tree.find_all(nodes.Filter))
         if edges != 2 * marks:
             raise TemplateError(
-                f"the chat template of {name} has {{% generation %}} inside a macro or captured block, where "
+                f"{name} has {{% generation %}} inside a macro or captured block, where "
                 "its place in the text is unknown: print the assistant's text outside of macros"
             )
         self._template = environment.from_string(traced, globals=globals_)
@@ -285,9 +285,7 @@ def _parse(source: str, name: str) -> tuple[jinja2.Environment, nodes.Template]:
         environment = cast(jinja2.Environment, compiled.environment).overlay()
         return environment, environment.parse(source)
     except jinja2.TemplateSyntaxError as error:
-        raise TemplateError(
-            f"the chat template of {name} does not compile: line {error.lineno}: {error}"
-        ) from error
+        raise TemplateError(f"{name} does not compile: line {error.lineno}: {error}") from error
 
 
 def _quick_getattr(environment: jinja2.Environment) -> Callable[[Any, str], Any]:
@@ -335,9 +333,7 @@ def _refuse_chance(tree: nodes.Template, name: str) -> None:
     chance = {node.name for node in tree.find_all(nodes.Filter)} & {"random"}
     chance |= {node.name for node in tree.find_all(nodes.Name)} & {"lipsum"}
     if chance:
-        raise TemplateError(
-            f"the chat template of {name} uses `{chance.pop()}`: no two runs would give the same text"
-        )
+        raise TemplateError(f"{name} uses `{chance.pop()}`: no two runs would give the same text")
 
 
 def pinned_date(date: str) -> Callable[[str], str]:
