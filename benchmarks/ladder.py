@@ -1,12 +1,12 @@
 """The ladder: from padded batches and reference layers to packed buffers and beyond, on this machine.
 
-    python benchmarks/ladder.py --gpus 2 --model-config benchmarks/configs/ladder-27b.json
-    python benchmarks/ladder.py --gpus 2 … --rungs 1,4 --deadline-s 570     # a piece; rung 3 is repeated beside it
-    python benchmarks/ladder.py --gpus 2 … --plan                           # what it would do, and what it should cost
-    python benchmarks/ladder.py --gpus 2 … --report                         # table and picture from what was measured
+    python benchmarks/ladder.py --gpus 2                               # the whole ladder, 27B dimensions
+    python benchmarks/ladder.py --gpus 2 --rungs 1,4 --deadline-s 570  # a piece; rung 3 is repeated beside it
+    python benchmarks/ladder.py --gpus 2 --plan                        # what it would do, what it should cost
+    python benchmarks/ladder.py --gpus 2 --report                      # table and picture of what was measured
 
-Each rung runs in processes of its own, on the same lengths, from the same random weights. What it shows goes into
-results/ladder-MODEL-GPUSgpu.json (or into $OUT), where it joins what the same code measured before on such a machine.
+Each rung runs in processes of its own, on the same lengths, from the same random weights. What it shows goes
+into results/MODEL-Ngpu.json (or into $OUT), and joins what the same code measured before on such a machine.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.layers:
         model["num_hidden_layers"] = args.layers
     cuda = shutil.which("nvidia-smi") is not None
-    name = f"{Path(args.model_config).stem}{f'-cut{args.layers}' if args.layers else ''}-{args.gpus}{'gpu' if cuda else 'cpu'}"
+    cut = f"-cut{args.layers}" if args.layers else ""
+    name = f"{Path(args.model_config).stem}{cut}-{args.gpus}{'gpu' if cuda else 'cpu'}"
     if args.report:
         report.write(_place(name))
         return 0
@@ -143,11 +144,9 @@ def plan(rung: Rung, *, args: argparse.Namespace, model: Mapping[str, Any], cuda
         key, _, value = assignment.partition("=")
         if name == rung.name:
             settings[key] = _value(value)
-    foreseen = None
-    if cuda:
-        foreseen = price.foresee(
-            settings, kind=rung.kind, model=model, gpus=args.gpus, capacity=args.capacity
-        )
+    foreseen = price.foresee(settings, rung=rung, model=model, gpus=args.gpus, capacity=args.capacity)
+    if not cuda:
+        foreseen = None  # priced for GPUs only
     step = foreseen["step"] if foreseen else 1.0
     before = START + FIRST + PROFILE if cuda else 15.0
     steps = result.PROFILED + 1 + timed

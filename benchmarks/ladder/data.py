@@ -103,7 +103,7 @@ def _probe(buffer: PackedBuffer) -> PackedBuffer:
 
 
 def facts(lengths: NDArray[np.int64], shards: Path, *, source: str | None) -> dict[str, Any]:
-    """What the report says of the lengths; `squares` is the mean of L² over that of L, of the buffers used."""
+    """What the report says of the lengths; `squares` is Σ L² over Σ L of the buffers used."""
     used = open_shards(shards).seq_lengths.astype(np.int64)
     return {
         "source": "like ultrachat_200k's" if source is None else Path(source).name,

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ladder.trace import summarise
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ladder.trace import summarise
 
 
 class Observer:
@@ -25,7 +26,8 @@ class Observer:
     """
 
     def __init__(self, folder: Path, *, rank: int, profile_step: int) -> None:
-        """
+        """Begins to watch.
+
         Args:
             folder: Where the files go.
             rank: Of this process.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packing import ShardSet, open_shards, unpack
 from packing.example import IGNORE_INDEX, Example
-from packing.loader import OrderOptions, epoch_keys
+from packing.loader import OrderOptions, PackedSampler
 from training.config import Config
 from training.metrics import FILE
 from training.model import blocks, materialise, read_config, recompute
@@ -160,8 +159,11 @@ Step = list[list[Example]]
 
 def _steps(shards: ShardSet, config: Config, *, world: World, in_order_of_length: bool) -> list[Step]:
     """This rank's steps: at first the examples of the packed rungs' first step, then one batch a step."""
-    order = epoch_keys(shards, epoch=0, options=OrderOptions(seed=config.run.seed))
-    first = [int(key) for key in order[: world.size]]  # type: ignore[arg-type]
+    options = OrderOptions(seed=config.run.seed)
+    samplers = [
+        PackedSampler(shards, options=options, rank=rank, world_size=world.size) for rank in range(world.size)
+    ]
+    first = [key for sampler in samplers for key in next(iter(sampler)) if isinstance(key, int)]
     opening = _dealt([unpack(shards[number]) for number in first], slots=shards.capacity)
     rest = [
         example for number in range(len(shards)) if number not in first for example in unpack(shards[number])

@@ -2,8 +2,8 @@
 
     SFTTrainer(model, args=SFTConfig(packing=True, max_length=8192, use_liger_kernel=True, …), train_dataset)
 
-Its best-fit packing joins the examples anew; its collator gives `cu_seq_lens_q`, `max_length_q` and `seq_idx`.
-flash-attn is not needed: the product's varlen attention stands in for it, so that both run the same kernels.
+Its best-fit packing joins the examples anew; its collator gives `cu_seq_lens_q`, `max_length_q`, `seq_idx`.
+flash-attn is not needed: the product's varlen attention stands in for it, so both run the same kernels.
 """
 
 from __future__ import annotations

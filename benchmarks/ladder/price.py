@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ladder.rungs import MOST, Rung
+
 PRODUCTS = 630e12
 """FLOP/s of bf16 matrix products within training on an H200, with communication beside them; 788e12 alone."""
 BANDWIDTH = 4.0e12
@@ -23,6 +25,8 @@ PEAK = 989e12
 """FLOP/s that MFU is counted against."""
 CAPACITY = 140.4 * 2**30
 """Bytes of an H200, as its driver says."""
+FILLED = 0.95
+"""Share of it that is planned for."""
 RESERVE = 7e9
 """CUDA context, NCCL's and the kernels' buffers, what the allocator can't use."""
 CHUNK = 2048
@@ -80,7 +84,7 @@ class Shape:
 
 
 def shape(config: Mapping[str, Any]) -> Shape | None:
-    """Sizes of a Qwen3.5 text configuration, as in its config.json; None for other models. Bytes are bf16's."""
+    """Sizes of a Qwen3.5 text configuration, as in its config.json; None for other models."""
     if config["model_type"] != "qwen3_5_text":
         return None
     h, i, count = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
@@ -238,20 +242,20 @@ def price(model: Shape, setting: Setting) -> Price:
         "recomputed products": again / PRODUCTS,
         "elementwise and norms": moved / ELEMENTWISE,
         "delta rule and attention": mixers,
-        # Each chunk reads and writes the head's gradient in fp32; the logits pass by four times, whole ones eleven.
+        # Each chunk reads and writes the head's gradient in fp32; logits pass by four times, whole ones eleven.
         "loss beside its products": (
             (8 * model.head * -(-t // CHUNK) + 8 * logits if setting.fused_loss else 44 * logits) / BANDWIDTH
         ),
         "FSDP's copies": copied / BANDWIDTH,
         "optimizer and clipping": (update + clipping) / BANDWIDTH,
-        # Hidden behind the products but for the first and last group; NCCL takes a tenth of the chip meanwhile.
+        # Hidden but for the first and the last group; NCCL takes a tenth of the chip meanwhile.
         "communication": 0.1 * traffic + sharded * 2 * outer * 4 / LINK / 2,
         "host": 0.02 + 0.0002 * count,
     }
     return Price(bytes=bytes_, seconds=seconds, flops=3 * products, recomputed=again / (3 * products))
 
 
-def most_kept(model: Shape, setting: Setting, *, capacity: float = CAPACITY) -> tuple[int, int]:
+def most_kept(model: Shape, setting: Setting, *, capacity: float = FILLED * CAPACITY) -> tuple[int, int]:
     """How many layers can keep their products' outputs, and how many everything, before memory is full.
 
     Products first: at a hidden size of 5,120 they save 5.1 TFLOP a GB, what is left about half of that.
@@ -272,14 +276,16 @@ def most_kept(model: Shape, setting: Setting, *, capacity: float = CAPACITY) -> 
 
 
 def foresee(
-    settings: dict[str, Any], *, kind: str, model: Mapping[str, Any], gpus: int, capacity: int
+    settings: dict[str, Any], *, rung: Rung, model: Mapping[str, Any], gpus: int, capacity: int
 ) -> dict[str, Any] | None:
-    """Predicted bytes and seconds of a rung; `model.keep_layers` "most" becomes a number in `settings`.
+    """Predicted bytes and seconds of a rung; `model.keep_layers` = MOST becomes a number in `settings`.
 
-    None for a model whose sizes are not known here.
+    None for a model whose sizes are not known here; its layers then keep nothing.
     """
     sizes = shape(model)
     if sizes is None:
+        if settings.get("model.keep_layers") == MOST:
+            settings["model.keep_layers"] = 0
         return None
     count = sum(layer.count for layer in sizes.layers)
     setting = Setting(
@@ -287,14 +293,14 @@ def foresee(
         tokens=capacity * settings.get("data.buffers", 1),
         states=STATES[settings.get("optim.states", "bf16")],
         fused_loss=settings.get("model.loss") == "liger",
-        fused_layers=bool(settings.get("model.fused", False)),
+        fused_layers=settings.get("model.fused") == "yes",
     )
-    if settings.get("model.keep_layers") == "most":
+    if settings.get("model.keep_layers") == MOST:
         settings["model.keep_layers"], settings["model.whole_layers"] = most_kept(sizes, setting)
     kept, whole = settings.get("model.keep_layers", 0), settings.get("model.whole_layers", 0)
     setting = dataclasses.replace(setting, kept=kept / count, whole=whole / count)
     found = price(sizes, setting)
-    slower = {"padded": 1.05, "trainer": 1.0, "peer": 1.3}[kind]
+    slower = {"padded": 1.05 if rung.kernels else 2.2, "trainer": 1.0, "peer": 1.3}[rung.kind]
     return {
         "step": found.step * slower,
         "mfu": found.mfu / slower,
@@ -312,8 +318,8 @@ def table(model: Mapping[str, Any], *, capacity: int) -> str:
         return f"no price is known for {model['model_type']}"
     count = sum(layer.count for layer in sizes.layers)
     rows = [
-        "| GPUs | states | weights | gradients | states | left for activations | layers that keep products / all "
-        "| peak GiB | MFU |",
+        "| GPUs | states | weights | gradients | states | left for activations "
+        "| layers that keep products / all | peak GiB | MFU |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for gpus in (1, 2, 4, 8):
@@ -326,7 +332,7 @@ def table(model: Mapping[str, Any], *, capacity: int) -> str:
             kept, whole = most_kept(sizes, setting)
             full = price(sizes, dataclasses.replace(setting, kept=kept / count, whole=whole / count))
             gib = [f"{found.bytes[part] / 2**30:.1f}" for part in ("weights", "gradients", "states")]
-            left = (CAPACITY - found.forward_end + found.bytes["activations"]) / 2**30
+            left = (FILLED * CAPACITY - found.forward_end + found.bytes["activations"]) / 2**30
             rows.append(
                 f"| {gpus} | {name} | {' | '.join(gib)} | {left:.1f} | {kept} / {whole} of {count} "
                 f"| {full.peak / 2**30:.1f} | {full.mfu:.2f} |"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ladder.rungs import RUNGS
+from ladder.rungs import BY_NAME, RUNGS
 
 Row = Mapping[str, Any]
 NONE = "–"
@@ -15,6 +15,7 @@ NONE = "–"
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "real tokens/s a GPU": lambda row: f"{row['real_tokens_per_s_per_gpu']:,.0f}",
     "times rung 1": lambda row: f"{row['times_baseline']:.2f}",
+    "times the one it builds on": lambda row: f"{row['times_before']:.2f} ({row['after']})",
     "step s (least – most)": lambda row: (
         f"{row['step_s']['median']:.2f} ({row['step_s']['min']:.2f} – {row['step_s']['max']:.2f})"
     ),
@@ -54,7 +55,7 @@ def write(path: Path) -> None:
     record = json.loads(path.read_text("utf-8"))
     results = record["results"]
     rows = [(rung.name, results["rungs"][rung.name]) for rung in RUNGS if rung.name in results["rungs"]]
-    rows = [(name, _compared(row, dict(rows))) for name, row in rows]
+    rows = [(name, _compared(name, row, dict(rows))) for name, row in rows]
     head = ["rung", "", *COLUMNS]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name, row in rows:
@@ -72,10 +73,13 @@ def write(path: Path) -> None:
     print(f"wrote {path.with_suffix('.md')} and its picture")
 
 
-def _compared(row: Row, rows: Mapping[str, Row]) -> dict[str, Any]:
-    baseline = rows.get("1", {}).get("real_tokens_per_s_per_gpu")
-    speed = row.get("real_tokens_per_s_per_gpu")
-    return {**row, **({"times_baseline": speed / baseline} if baseline and speed else {})}
+def _compared(name: str, row: Row, rows: Mapping[str, Row]) -> dict[str, Any]:
+    """The row with its speed over rung 1's, and over that of the rung it builds on, where these are there."""
+    found, after = dict(row), BY_NAME[name].after
+    for key, other in (("times_baseline", "1"), ("times_before", after)):
+        if other in rows and "step_s" in row and "step_s" in rows[other]:
+            found[key] = row["real_tokens_per_s_per_gpu"] / rows[other]["real_tokens_per_s_per_gpu"]
+    return found | {"after": after}
 
 
 def _text(cell: Callable[[Row], str], row: Row) -> str:
@@ -119,7 +123,8 @@ def _dearest(name: str, row: Row) -> str:
             kinds = ", ".join(f"{kind} {ms / 1e3:.2f}" for kind, ms in found["by_kind_ms"].items())
             lines += [
                 "",
-                f"Seconds by kind: {kinds}. Communication alone {found['exposed_communication_ms'] / 1e3:.2f}, "
+                f"Seconds by kind: {kinds}. "
+                f"Communication alone {found['exposed_communication_ms'] / 1e3:.2f}, "
                 f"nothing {(found['span_ms'] - found['busy_ms']) / 1e3:.2f}.",
             ]
         parts.append("\n".join(lines))

@@ -15,7 +15,7 @@ class Rung:
         name: As `--rungs` takes it.
         title: What it is, for the table.
         kind: "padded": 2-D batches; "trainer": the product; "peer": another trainer.
-        after: The rung whose settings it starts from.
+        after: The rung whose settings it starts from, and that its gain is counted against.
         settings: `section.key` of the trainer's configuration -> value.
         cuda: More of them, for what a CPU does not have.
         environment: Environment variables of its processes.
@@ -43,21 +43,67 @@ COMMON: dict[str, Any] = {
     "schedule.kind": "constant",
     "schedule.steps": 1_000_000,
     "eval.every": 1_000_000,
+    "checkpoint.last": False,
 }
 COMMON_CUDA: dict[str, Any] = {"model.precision": "bf16"}
+MOST = "most"
+"""As many layers as `price` says fit."""
 FLA = {"FLA_FLASH_QLA": "0"}  # else fla hands the delta rule on to flash-qla by itself
 
 RUNGS = (
     Rung(name="1", title="padded, PyTorch reference layers", kind="padded", kernels=False),
-    Rung(name="2", title="flash-linear-attention, causal-conv1d", kind="padded", environment=FLA),
-    Rung(name="2s", title="the same, sorted by length", kind="padded", environment=FLA, sorted=True),
+    Rung(name="2", title="flash-linear-attention, causal-conv1d", kind="padded", after="1", environment=FLA),
+    Rung(name="2s", title="the same, sorted by length", kind="padded", after="2", sorted=True),
     Rung(
         name="3",
         title="packed buffers",
         kind="trainer",
-        settings={"model.loss": "plain"},
-        environment=FLA,
+        after="2",
+        settings={"model.loss": "plain", "model.checkpointing": 1, "model.fused": "no"},
+        cuda={"model.delta_rule": "fla"},
     ),
+    Rung(name="4a", title="+ flash-qla", kind="trainer", after="3", cuda={"model.delta_rule": "flash-qla"}),
+    Rung(
+        name="4b",
+        title="+ fused loss, 2,048 tokens at a time",
+        kind="trainer",
+        after="4a",
+        cuda={"model.loss": "liger", "model.loss_chunk": 8},
+    ),
+    Rung(
+        name="4c", title="+ fused norms and SwiGLU", kind="trainer", after="4b", cuda={"model.fused": "yes"}
+    ),
+    Rung(
+        name="4d",
+        title="+ products kept as memory allows",
+        kind="trainer",
+        after="4c",
+        settings={"model.keep_layers": MOST},
+    ),
+    Rung(
+        name="4e",
+        title="+ 8-bit states, more kept",
+        kind="trainer",
+        after="4d",
+        cuda={"optim.states": "8bit"},
+    ),
+    Rung(
+        name="4f",
+        title="+ two blocks gathered ahead, 16 channels",
+        kind="trainer",
+        after="4d",
+        settings={"parallel.prefetch": 2},
+        environment={"NCCL_MAX_CTAS": "16"},
+    ),
+    Rung(
+        name="4g",
+        title="+ two buffers a micro-batch",
+        kind="trainer",
+        after="4d",
+        settings={"data.buffers": 2},
+    ),
+    Rung(name="4h", title="+ compiled blocks", kind="trainer", after="4d", cuda={"model.compile": "blocks"}),
+    Rung(name="4", title="what gained, together", kind="trainer", after="4d"),
     Rung(name="peer", title="TRL's SFTTrainer: packing, liger", kind="peer", environment=FLA),
     Rung(name="peer+", title="the same without recomputation", kind="peer", environment=FLA, recompute=False),
 )
