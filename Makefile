@@ -9,6 +9,9 @@ SAMPLE := packing/sample
 # The pin keeps pip from fetching gigabytes of CUDA libraries; drop it on a machine with a GPU.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints-cpu.txt
 
+# Two ranks on two cores: torch's spinning threads would stand in each other's way.
+export OMP_NUM_THREADS ?= 1
+
 .PHONY: help demo test lint format bench clean
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
