@@ -60,8 +60,20 @@ class Model:
     """auto is fused on CUDA and the segment-walking reference on a CPU."""
     loss: Literal["auto", "liger", "plain"] = "auto"
     """liger: the logits are never whole in memory. auto is liger on CUDA, plain on a CPU."""
+    loss_chunk: int = 8
+    """Memory of the fused loss: its logits take about so many times that of the hidden states."""
+    delta_rule: Literal["auto", "flash-qla", "fla"] = "auto"
+    """Which fused kernel computes the gated delta rule, where there are several."""
+    fused: Literal["auto", "yes", "no"] = "auto"
+    """Norms and SwiGLU in one pass over memory each; auto is yes on CUDA where liger-kernel is."""
+    compile: Literal["none", "layers"] = "none"
+    """torch.compile of each decoder layer."""
     checkpointing: int = 1
     """Recompute every n-th layer's activations in the backward pass; 0 keeps all, 1 recomputes each layer."""
+    keep_layers: int = 0
+    """So many layers before the last `whole_layers` recompute all but their matrix products."""
+    whole_layers: int = 0
+    """So many layers at the end recompute nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +82,10 @@ class Parallel:
     """auto is CUDA where there is any."""
     reduce: Literal["step", "micro_batch"] = "step"
     """When gradients are summed over ranks: once a step, which keeps them whole on each rank until then."""
+    prefetch: int = 1
+    """Layers that are gathered ahead, in the forward and in the backward pass."""
+    keep_gathered: int = 0
+    """So many layers at the end stay gathered from the forward to the backward pass."""
     timeout: float = 600.0
     """Seconds after which a collective that some rank never joined ends the run."""
 
@@ -83,6 +99,10 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.0
     """On matrices; never on norms, biases and the delta rule's per-head scalars."""
+    states: Literal["weights", "8bit"] = "weights"
+    """Both moments in the weights' own type, or in 8 bits (torchao)."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Of bf16 weights (torchao): stochastic keeps steps that are smaller than half a bf16 step on average."""
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 leaves it as it is."""
 
@@ -114,7 +134,9 @@ class Eval:
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     every: int = 0
-    """Save after every n-th step; 0 saves only after the last."""
+    """Save after every n-th step; 0 does not."""
+    last: bool = True
+    """Save after the last step."""
     keep: int = 2
     """Newest checkpoints that stay; 0 keeps all."""
 
@@ -139,7 +161,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "data.buffers": (1, 1024),
     "data.accumulation": (1, 2**20),
     "data.prefetch": (0, 1024),
+    "model.loss_chunk": (1, 1024),
     "model.checkpointing": (0, 1024),
+    "model.whole_layers": (0, 1024),
+    "model.keep_layers": (0, 1024),
+    "parallel.prefetch": (1, 16),
+    "parallel.keep_gathered": (0, 1024),
     "parallel.timeout": (1, 1e6),
     "optim.lr": (0, 10),
     "optim.beta1": (0, 1),

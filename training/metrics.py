@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,8 +19,8 @@ FILE = "metrics.jsonl"
 class Metrics:
     """Rank 0's metrics file and display; on the other ranks nothing is written or shown.
 
-    Each line of the file is an object with `kind` "train" or "eval" and `step`, the number of
-    optimizer steps taken so far. Tokens a second count all ranks, `_per_rank` one of them.
+    Each line of the file is an object with `kind` ("bound", "train" or "eval") and `step`, the number
+    of optimizer steps taken so far. Tokens a second count all ranks, `_per_rank` one of them.
     """
 
     def __init__(self, directory: Path, *, steps: int, done: int, active: bool, mode: str) -> None:
@@ -35,6 +35,7 @@ class Metrics:
         """
         self._active = active
         self._steps = steps
+        self._done = done
         self._console = Console(highlight=False, soft_wrap=True)
         self._live = active and (mode == "live" or (mode == "auto" and self._console.is_terminal))
         self._progress = Progress(
@@ -49,7 +50,7 @@ class Metrics:
         self._task = self._progress.add_task("train", total=steps, completed=done, line="")
         if active:
             path = directory / FILE
-            kept = [line for line in read(path) if line["step"] <= done] if path.exists() else []
+            kept = [line for line in read(path) if line["step"] <= done] if done else []
             self._file = path.open("w", encoding="utf-8")
             for line in kept:
                 self._write(line)
@@ -86,6 +87,11 @@ class Metrics:
             self._progress.update(self._task, completed=values["step"], line=line)
         else:
             self.say(f"step {values['step']}/{self._steps}  {line}")
+
+    def bound(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """What computes each kind of layer, to the file."""
+        if self._active:
+            self._write({"kind": "bound", "step": self._done, "rows": rows})
 
     def eval(self, values: Mapping[str, Any]) -> None:
         """An evaluation's values, to the file and the display."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -182,20 +180,7 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
     load_tensors(wanted, storage_reader=reader)
 
 
-def recompute(layers: Sequence[Any], *, every: int) -> None:
-    """Has every n-th layer forget its activations and compute them again in the backward pass.
-
-    Raises:
-        OptionError: a layer that transformers can't checkpoint.
-    """
-    for layer in layers[::every] if every else []:
-        if not hasattr(layer, "gradient_checkpointing"):
-            raise OptionError(
-                f"{type(layer).__name__} can't recompute its activations; set model.checkpointing=0"
-            )
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = _recompute
-
-
-def _recompute(function: Any, *args: Any) -> Any:
-    return checkpoint(function, *args, use_reentrant=False)
+def ends(model: PreTrainedModel) -> list[nn.Module]:
+    """The embedding and the head; none where they share their weight."""
+    found = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [] if found[0].weight is found[1].weight else found

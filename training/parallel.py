@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from training.config import Parallel, Precision
 from training.data import OptionError
+from training.kernels import with_chunk_indices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +43,14 @@ class World:
         result: list[float] = total.tolist()
         return result
 
-    def peak_memory(self) -> float:
-        """Most memory since the start in GiB: allocated on the GPU, or resident on a CPU."""
+    def peak_memory(self) -> tuple[float, float]:
+        """Most memory since the start in GiB: allocated and reserved on the GPU, or resident on a CPU."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 2**30
+            peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            return peaks[0] / 2**30, peaks[1] / 2**30
         unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there, KiB elsewhere
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+        return resident, resident
 
     def barrier(self) -> None:
         """Waits until every rank is here, through the host."""
@@ -93,7 +96,9 @@ def shard(
     root: nn.Module,
     blocks: Sequence[nn.Module],
     *,
+    ends: Sequence[nn.Module],
     world: World,
+    parallel: Parallel,
     precision: Precision,
     materialise: Callable[[nn.Module], None],
     whole: Callable[[nn.Module], set[nn.Parameter]],
@@ -104,24 +109,42 @@ def shard(
     tokens already, and FSDP's own mean would weigh ranks alike that hold different counts.
 
     Args:
-        root: Its parameters outside the blocks make the last group.
+        root: What is in no block and no end makes the last group.
         blocks: Decoder layers, each a group that is gathered for its own forward and backward.
+        ends: Embedding and head, if they share no weight: groups of their own, since each is needed for a
+            moment only, and the head's gradients are then reduced when the backward pass begins.
         world: The ranks.
+        parallel: How far to gather ahead, and what to keep.
         precision: "mixed" gathers bf16 copies of fp32 weights; sums over ranks are fp32 in any case.
-        materialise: Called on each block, and at last on the root, before it is sharded: gives meta
-            parameters their values.
+        materialise: Called on each group before it is sharded: gives meta parameters their values.
         whole: The parameters of a module that stay whole on every rank; see `reduce_whole`.
     """
+    if world.size == 1 and precision != "mixed":
+        materialise(root)  # nothing to shard; FSDP would copy every weight and gradient on the way
+        return
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "mixed" else None, reduce_dtype=torch.float32
     )
-    for module in [*blocks, root]:
+    kept = {*blocks[len(blocks) - parallel.keep_gathered :], *ends[1:]}
+    for module in [*blocks, *ends, root]:
         materialise(module)
-        fully_shard(module, mesh=world.mesh, mp_policy=policy, ignored_params=whole(module))
+        fully_shard(
+            module,
+            mesh=world.mesh,
+            mp_policy=policy,
+            reshard_after_forward=None if module is root else module not in kept,
+            ignored_params=whole(module),
+        )
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+    for embedding in ends[:1]:
+        embedding.set_unshard_in_backward(False)  # type: ignore[operator]  # its gradient needs no weight
+    if parallel.prefetch > 1:  # FSDP gathers one ahead by itself
+        for number, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + parallel.prefetch])  # type: ignore[operator]
+            block.set_modules_to_backward_prefetch(blocks[max(0, number - parallel.prefetch) : number][::-1])  # type: ignore[operator]
 
 
 def reduce_whole(parameters: Sequence[nn.Parameter]) -> None:
@@ -131,7 +154,7 @@ def reduce_whole(parameters: Sequence[nn.Parameter]) -> None:
     about 0.7 million numbers in a model of 27 billion.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
+    if not grads or dist.get_world_size() == 1:
         return
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat)
@@ -140,7 +163,12 @@ def reduce_whole(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch on the device; from pinned memory the copy does not wait."""
+    """The batch on the device; from pinned memory the copy does not wait.
+
+    On CUDA with `chunk_indices`, which flash-linear-attention would otherwise fetch from the device.
+    """
+    if device.type == "cuda":
+        inputs = with_chunk_indices(inputs)
     return {
         key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
         for key, value in inputs.items()

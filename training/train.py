@@ -19,11 +19,13 @@ from transformers import PretrainedConfig
 from training import checkpoint, kernels
 from training.config import Config, Precision, to_toml
 from training.data import MicroBatch, TrainingData
+from training.fused import fuse
 from training.loss import SupervisedLoss, choose_loss
 from training.metrics import Metrics
-from training.model import blocks, load_weights, materialise, read_config, recompute, skeleton, whole
+from training.model import blocks, ends, load_weights, materialise, read_config, skeleton, whole
 from training.optim import clip, learning_rate, make_optimizer
 from training.parallel import World, join, on_device, reduce_whole, shard
+from training.recompute import recompute
 
 
 def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> None:
@@ -83,6 +85,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
             (directory / "config.toml").write_text(to_toml(config), "utf-8")
         with Metrics(directory, steps=last, done=done, active=world.chief, mode="auto") as metrics:
             metrics.say(summary)
+            metrics.bound([dataclasses.asdict(row) for row in kernels.describe(root.model)])
             if held_out and done == 0:
                 metrics.eval(evaluate(root, held_out, step=0, world=world))
             stream = data.stream()
@@ -113,6 +116,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                 optimizer.zero_grad()
                 (loss,) = world.sum(float(share))  # waits for the device
                 seconds = time.perf_counter() - started
+                memory, reserved = world.peak_memory()
                 metrics.train(
                     {
                         "step": step + 1,
@@ -127,7 +131,9 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                         "fill": real / (buffers * data.capacity),
                         "step_s": seconds,
                         "data_s": read - started,
-                        "memory_gib": world.peak_memory(),
+                        "buffers": int(buffers),
+                        "memory_gib": memory,
+                        "reserved_gib": reserved,
                     }
                 )
 
@@ -135,7 +141,8 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                 taken, end = step + 1, step + 1 == last
                 if held_out and (end or taken % config.eval.every == 0):
                     metrics.eval(evaluate(root, held_out, step=taken, world=world))
-                if end or (config.checkpoint.every and taken % config.checkpoint.every == 0):
+                every = config.checkpoint.every
+                if (end and config.checkpoint.last) or (every and taken % every == 0):
                     written = checkpoint.save(
                         directory / checkpoint.FOLDER,
                         step=taken,
@@ -183,10 +190,21 @@ def build(config: Config, model_config: PretrainedConfig, world: World) -> Super
         KernelError: a layer that can't be isolated here.
         OptionError: a loss or a recomputation that this model can't have.
     """
+    wanted, device = config.model, world.device
     model = skeleton(model_config, precision=precision(config, world))
-    kernels.bind(model, kernels=config.model.kernels)
-    recompute(blocks(model), every=config.model.checkpointing)
-    return SupervisedLoss(model, kind=choose_loss(config.model.loss, device=world.device, model=model))
+    chosen = {} if wanted.delta_rule == "auto" else {"delta rule": wanted.delta_rule}
+    kernels.bind(model, kernels=wanted.kernels, device=device.type, choose=chosen)
+    if wanted.fused == "yes" or (wanted.fused == "auto" and device.type == "cuda"):
+        fuse(model)
+    layers = blocks(model)
+    recompute(
+        layers, every=wanted.checkpointing, keep_layers=wanted.keep_layers, whole_layers=wanted.whole_layers
+    )
+    if wanted.compile == "layers":
+        for layer in layers:
+            layer.compile(dynamic=False)
+    kind = choose_loss(wanted.loss, device=device, model=model)
+    return SupervisedLoss(model, kind=kind, chunk=wanted.loss_chunk)
 
 
 def spread(root: SupervisedLoss, config: Config, world: World) -> None:
@@ -194,7 +212,9 @@ def spread(root: SupervisedLoss, config: Config, world: World) -> None:
     shard(
         root,
         blocks(root.model),
+        ends=ends(root.model),
         world=world,
+        parallel=config.parallel,
         precision=precision(config, world),
         materialise=partial(materialise, model=root.model, device=world.device, seed=config.run.seed),
         whole=whole if precision(config, world) != "fp32" else lambda _: set(),
