@@ -3,7 +3,7 @@
     python benchmarks/ladder.py --gpus 2                               # the whole ladder, 27B dimensions
     python benchmarks/ladder.py --gpus 2 --rungs 1,4 --deadline-s 570  # a piece; rung 3 is repeated beside it
     python benchmarks/ladder.py --gpus 2 --plan                        # what it would do, what it should cost
-    python benchmarks/ladder.py --gpus 2 --report                      # table and picture of what was measured
+    python benchmarks/ladder.py --gpus 2 --report                      # table and picture of the results
 
 Each rung runs in processes of its own, on the same lengths, from the same random weights. What it shows goes
 into results/MODEL-Ngpu.json (or into $OUT), and joins what the same code measured before on such a machine.
@@ -138,7 +138,7 @@ def plan(rung: Rung, *, args: argparse.Namespace, model: Mapping[str, Any], cuda
     """What a rung will do: `settings`, `steps`, `seconds` (expected), `least` (worth beginning), `price`."""
     only_anchor = rung.name == ANCHOR and ANCHOR not in args.rungs.split(",") and args.anchor_steps
     timed = args.anchor_steps if only_anchor else args.steps
-    settings = settings_of(rung, cuda=cuda)
+    settings = settings_of(rung, cuda=cuda) | {"model.precision": args.precision if cuda else "fp32"}
     for override in args.set:
         name, _, assignment = override.partition(":")
         key, _, value = assignment.partition("=")

@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from packing import ShardSet, open_shards, unpack
 from training.config import Config
-from training.kernels import attention
+from training.kernels import attention, bind
 from training.metrics import FILE
 from training.model import read_config
 
@@ -69,6 +69,8 @@ def train(config: Config, *, recompute: bool) -> None:
             dtype=torch.bfloat16 if cuda else torch.float32,
             attn_implementation=attention.FUSED,
         )
+    if not cuda:
+        bind(model)  # a dry run: transformers' references can't keep packed examples apart
     arguments = SFTConfig(
         output_dir=config.run.dir,
         max_steps=config.run.steps,
@@ -84,6 +86,7 @@ def train(config: Config, *, recompute: bool) -> None:
         report_to="none",
         logging_steps=10,
     )
+    Path(config.run.dir).mkdir(parents=True, exist_ok=True)
     clock = Clock(Path(config.run.dir), capacity=shards.capacity)
     trainer = SFTTrainer(
         model, args=arguments, train_dataset=_rows(shards), processing_class=_tokenizer(), callbacks=[clock]

@@ -242,7 +242,7 @@ def price(model: Shape, setting: Setting) -> Price:
         "recomputed products": again / PRODUCTS,
         "elementwise and norms": moved / ELEMENTWISE,
         "delta rule and attention": mixers,
-        # Each chunk reads and writes the head's gradient in fp32; logits pass by four times, whole ones eleven.
+        # Each chunk reads and writes the head's gradient in fp32; logits pass by four times, whole ones 11.
         "loss beside its products": (
             (8 * model.head * -(-t // CHUNK) + 8 * logits if setting.fused_loss else 44 * logits) / BANDWIDTH
         ),
@@ -291,7 +291,7 @@ def foresee(
     setting = Setting(
         gpus=gpus,
         tokens=capacity * settings.get("data.buffers", 1),
-        states=STATES[settings.get("optim.states", "bf16")],
+        states=STATES[_states(settings)],
         fused_loss=settings.get("model.loss") == "liger",
         fused_layers=settings.get("model.fused") == "yes",
     )
@@ -309,6 +309,12 @@ def foresee(
         "bytes": found.bytes,
         "hardware_flops": 1 + found.recomputed,
     }
+
+
+def _states(settings: Mapping[str, Any]) -> str:
+    if settings.get("optim.states") == "8bit":
+        return "8bit"
+    return "fp32" if settings["model.precision"] == "mixed" else "bf16"
 
 
 def table(model: Mapping[str, Any], *, capacity: int) -> str:

@@ -45,7 +45,6 @@ COMMON: dict[str, Any] = {
     "eval.every": 1_000_000,
     "checkpoint.last": False,
 }
-COMMON_CUDA: dict[str, Any] = {"model.precision": "bf16"}
 MOST = "most"
 """As many layers as `price` says fit."""
 FLA = {"FLA_FLASH_QLA": "0"}  # else fla hands the delta rule on to flash-qla by itself
@@ -102,7 +101,7 @@ RUNGS = (
         after="4d",
         settings={"data.buffers": 2},
     ),
-    Rung(name="4h", title="+ compiled blocks", kind="trainer", after="4d", cuda={"model.compile": "blocks"}),
+    Rung(name="4h", title="+ compiled blocks", kind="trainer", after="4d", cuda={"model.compile": "layers"}),
     Rung(name="4", title="what gained, together", kind="trainer", after="4d"),
     Rung(name="peer", title="TRL's SFTTrainer: packing, liger", kind="peer", environment=FLA),
     Rung(name="peer+", title="the same without recomputation", kind="peer", environment=FLA, recompute=False),
@@ -113,10 +112,7 @@ ANCHOR = "3"
 
 def settings_of(rung: Rung, *, cuda: bool) -> dict[str, Any]:
     """The trainer's settings of a rung: those of the rungs it builds on, then its own."""
-    if rung.after is not None:
-        before = settings_of(BY_NAME[rung.after], cuda=cuda)
-    else:
-        before = COMMON | (COMMON_CUDA if cuda else {})
+    before = COMMON if rung.after is None else settings_of(BY_NAME[rung.after], cuda=cuda)
     return {**before, **rung.settings, **(rung.cuda if cuda else {})}
 
 
