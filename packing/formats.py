@@ -81,8 +81,8 @@ class FormatOptions:
             trimmed, or reject their row.
         consecutive: Two user, assistant or system turns in a row: "keep" leaves them to the template,
             which may refuse them; "merge" joins their texts with an empty line between.
-        system: "keep" leaves system turns to the template; "fold" puts their text before the next
-            user turn's, for templates that can't take one.
+        system: "keep" leaves system turns to the template; "fold" puts their text before that of the
+            user turn that follows, for templates that can't take one.
         empty_turns: An empty user or assistant turn rejects its row; with "mask" it stays and is not
             trained.
         surrogates: A lone surrogate, which is no character, rejects its row or becomes U+FFFD.
@@ -227,7 +227,7 @@ _RawTurn = tuple[str, Any, bool | None]  # (where it stands, the message, whethe
 
 def _raw_turns(name: str, columns: Mapping[str, Any], notes: list[str]) -> Iterator[_RawTurn]:
     if system := _text(columns, SYSTEMS):
-        yield "system", {"role": "system", "content": system}, None
+        yield "system", {"role": "system", "content": system}, False if name == "prompt_completion" else None
     if name in PAIRS:
         yield from _pair_turns(name, columns, notes)
         return
@@ -370,7 +370,7 @@ def _mask_empty(turns: list[_Turn], options: FormatOptions, notes: list[str]) ->
 
 
 def _fold_system(turns: list[_Turn], options: FormatOptions, notes: list[str]) -> list[_Turn]:
-    """Puts the text of system turns before the next user turn's."""
+    """Puts the text of system turns before that of the user turn that follows."""
     if options.system == "keep" or not any(turn.message["role"] == "system" for turn in turns):
         return turns
     folded: list[_Turn] = []
@@ -378,14 +378,17 @@ def _fold_system(turns: list[_Turn], options: FormatOptions, notes: list[str]) -
     for turn in turns:
         if turn.message["role"] == "system":
             waiting.append(turn.message["content"])
-        elif turn.message["role"] == "user" and waiting:
+            continue
+        if any(waiting):
+            if turn.message["role"] != "user":
+                role = turn.message["role"]
+                raise RowRejected(
+                    Reason.ROLE_ORDER, f"{turn.where}: a {role} turn follows a system turn to fold"
+                )
             text = _joined((*waiting, turn.message["content"]))
-            folded.append(_Turn(turn.where, {**turn.message, "content": text}, turn.trainable))
-            waiting = []
-        else:
-            folded.append(turn)
-    if any(waiting):
-        raise RowRejected(Reason.ROLE_ORDER, "a system turn without a user turn after it to be folded into")
+            turn = _Turn(turn.where, {**turn.message, "content": text}, turn.trainable)
+        folded.append(turn)
+        waiting = []
     notes.append(Note.SYSTEM_FOLDED)
     return folded
 
