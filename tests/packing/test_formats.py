@@ -572,8 +572,8 @@ KEYS = """role from content value type text name arguments function id weight tr
     reasoning human assistant thinking images parameters"""
 TEXTS = "user assistant gpt human system tool function_call hi text é {} null [] reasoning tool_call function"
 COLUMNS = """messages conversations conversation instruction input output prompt completion text query
-    response history system tools functions input_ids labels loss_mask question answer position_ids seq_lengths
-    attention_mask images chosen id"""
+    response history system tools functions input_ids labels loss_mask question answer position_ids
+    seq_lengths attention_mask images chosen id"""
 
 WORDS = st.sampled_from(
     [*TEXTS.split(), "", " ", "\ud83d", '{"name": "f"}', '[{"role": "user", "content": "hi"}]']
