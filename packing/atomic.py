@@ -37,6 +37,16 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(f"{place}: can't write: {error.strerror or error}; nothing was kept") from error
 
 
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.padfree-old")
+
+
+def interrupted(target: Path) -> Path | None:
+    """Where the folder waits that was being replaced at `target` when the writer died; None if it was not."""
+    old = _old(Path(os.path.realpath(target)))
+    return old if old.is_dir() and not os.path.lexists(target) else None
+
+
 class AtomicFolder:
     """Write below `path`, then `publish`; or `discard`.
 
@@ -53,7 +63,7 @@ class AtomicFolder:
     def __init__(self, target: str | Path, *, force: bool, may_replace: Callable[[Path], bool]) -> None:
         self.target = Path(os.path.realpath(target))
         self.path = self.target.with_name(f".{self.target.name}.padfree-partial")
-        self._old = self.target.with_name(f".{self.target.name}.padfree-old")
+        self._old = _old(self.target)
         self._force = force
         self._may_replace = may_replace
         with writing(self.target):
