@@ -69,11 +69,13 @@ def packed_varlen(
     Raises:
         KernelError: no boundaries, a mask, a cache, dropout, or a feature that is not known here.
     """
-    _refuse(module, query, key, attention_mask, dropout, features)
+    _refuse(module, query, key, attention_mask, dropout, cu_seq_lens_q, features)
     if query.is_cuda:
         _refuse_fused(module, query, softcap, s_aux)
         return _varlen(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
-    return _by_sequence(query, key, value, scaling, sliding_window, softcap, s_aux, cu_seq_lens_q), None
+    return _by_sequence(
+        module, query, key, value, scaling, sliding_window, softcap, s_aux, cu_seq_lens_q
+    ), None
 
 
 def packed_varlen_reference(
@@ -93,8 +95,10 @@ def packed_varlen_reference(
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
     """The same, sequence by sequence on every device and in every dtype."""
-    _refuse(module, query, key, attention_mask, dropout, features)
-    return _by_sequence(query, key, value, scaling, sliding_window, softcap, s_aux, cu_seq_lens_q), None
+    _refuse(module, query, key, attention_mask, dropout, cu_seq_lens_q, features)
+    return _by_sequence(
+        module, query, key, value, scaling, sliding_window, softcap, s_aux, cu_seq_lens_q
+    ), None
 
 
 def _name(module: torch.nn.Module) -> str:
@@ -107,9 +111,14 @@ def _refuse(
     key: torch.Tensor,
     attention_mask: torch.Tensor | None,
     dropout: float,
+    cu_seqlens: torch.Tensor | None,
     features: dict[str, Any],
 ) -> None:
     name = _name(module)
+    if cu_seqlens is None:
+        raise KernelError(
+            f"{name}: attention was called without cu_seq_lens_q: give the model a batch of `collate`"
+        )
     if attention_mask is not None:
         raise KernelError(f"{name}: an attention mask reached packed attention; leave it out of the batch")
     if key.shape[2] != query.shape[2]:
@@ -170,6 +179,7 @@ def _varlen(
 
 @outside_compile
 def _by_sequence(
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -179,7 +189,10 @@ def _by_sequence(
     sinks: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> torch.Tensor:
-    lengths = segment_lengths(cu_seqlens=cu_seqlens)
+    try:
+        lengths = segment_lengths(cu_seqlens=cu_seqlens)
+    except KernelError as error:
+        raise KernelError(f"{_name(module)}: {error}") from error
     record.note("attention", "lengths", lengths)
     outputs = []
     for q, k, v in zip(*(torch.split(t, lengths, dim=2) for t in (query, key, value)), strict=True):

@@ -1,0 +1,153 @@
+"""`padfree doctor`: what it prints, its JSON, its exit code, and the README's table."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from training import doctor
+from training.kernels import packages
+from training.kernels.families import FAMILIES, Family, tiny_config
+
+FAMILY = {family.name: family for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def diagnosis() -> doctor.Diagnosis:
+    return doctor.run_doctor(families=[FAMILY["Qwen3.5"], FAMILY["Mistral"]], device="cpu")
+
+
+def test_a_sound_machine_exits_with_0(diagnosis: doctor.Diagnosis) -> None:
+    """On a CPU the proof holds, and the GPU's kernels are not applicable instead of missing."""
+    assert diagnosis.exit_code == 0
+    names = {check.name for check in diagnosis.checks if check.subject == "Qwen3.5"}
+    assert names == {"hand-shake", "isolation", "packed against alone", "one example fills the buffer"}
+    assert [check.name for check in diagnosis.checks if check.state == "not applicable"] == ["fused kernels"]
+
+
+def test_lines_show_versions_bindings_and_figures(diagnosis: doctor.Diagnosis) -> None:
+    """A person sees versions, what computes each layer and the figures of the proof."""
+    text = "\n".join(diagnosis.lines())
+    assert "transformers" in text
+    assert "2 x Qwen3_5GatedDeltaNet: delta rule by segment-walking reference" in text
+    assert "the others' logits moved by 0, their gradients by 0" in text
+    assert "all is well" in text
+
+
+def test_json_holds_the_figures(diagnosis: doctor.Diagnosis) -> None:
+    """A program gets numbers, not sentences."""
+    found = json.loads(json.dumps(diagnosis.as_json()))
+    isolation = next(check for check in found["checks"] if check["name"] == "isolation")
+    assert isolation["figures"]["logits"] == 0.0
+    assert isolation["figures"]["replaced"] > 0.5
+    assert found["exit_code"] == 0
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_model_directory_gives_its_widths(tmp_path: Path, as_file: bool) -> None:
+    """A model's own configuration is cut to the layers that show each kind, and proven."""
+    config = tiny_config(FAMILY["Qwen3.5"])
+    config.layer_types = ["linear_attention", "full_attention"] * 4
+    config.num_hidden_layers = 8
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    found = doctor.run_doctor(str(tmp_path / "config.json" if as_file else tmp_path), device="cpu")
+    assert found.exit_code == 0, found.lines()
+    (rows,) = found.layers.values()
+    assert {row.layer: row.layers for row in rows} == {"Qwen3_5GatedDeltaNet": 1, "Qwen3_5Attention": 1}
+
+
+def test_what_a_user_can_cause_is_one_line(tmp_path: Path) -> None:
+    """A missing directory or a model type nobody proved is a failed check that says the next step."""
+    found = doctor.run_doctor(str(tmp_path), device="cpu")
+    assert found.exit_code == 1
+    assert "has no configuration that transformers reads" in found.checks[-1].detail
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    found = doctor.run_doctor(str(tmp_path), device="cpu")
+    assert "model type 'gpt2' is not among those proven isolated" in found.checks[-1].detail
+    assert all("\n" not in check.detail for check in found.checks)
+
+
+def test_a_broken_package_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-installed package is a failure even where another would serve: transformers falls back."""
+    (tmp_path / "tilelang").mkdir()
+    (tmp_path / "tilelang" / "__init__.py").write_text("import a_missing_subpackage\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tilelang", raising=False)
+    found = doctor.run_doctor(families=[], device="cpu")
+    assert found.exit_code == 1
+    assert "No module named 'a_missing_subpackage'" in found.checks[0].detail
+
+
+def test_warm_has_nothing_to_do_on_a_cpu() -> None:
+    """At image build without a GPU, `--warm` says that it does not apply and exits with 0."""
+    found = doctor.run_doctor(warm=True, families=[FAMILY["Qwen3.5"]], device="cpu")
+    assert found.exit_code == 0
+    assert {check.state for check in found.checks} == {"not applicable"}
+
+
+def test_what_a_kernel_raises_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that does not compile fails its check, and the examination goes on."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("nvcc is missing\nand more")
+
+    monkeypatch.setattr(doctor.proof, "isolation", broken)
+    found = doctor.run_doctor(families=[FAMILY["Llama"]], device="cpu")
+    states = {check.name: (check.state, check.detail) for check in found.checks}
+    assert states["isolation"] == ("fail", "RuntimeError: nvcc is missing")
+    assert states["packed against alone"][0] == "ok"
+
+
+@pytest.fixture
+def two_families(monkeypatch: pytest.MonkeyPatch) -> list[Family]:
+    families = [FAMILY["Llama"], FAMILY["LFM2"]]
+    monkeypatch.setattr(doctor, "FAMILIES", families)
+    return families
+
+
+def test_the_table_comes_from_the_proof(two_families: list[Family], tmp_path: Path) -> None:
+    """The README's rows are a diagnosis, put between its markers; running again changes nothing else."""
+    found = doctor.run_doctor(families=two_families, device="cpu")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{doctor.BEGIN}\nold\n{doctor.END}\nafter\n")
+    for _ in range(2):
+        doctor.write_families(readme, doctor.families_table(found, fused=found.as_json()))
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "| Llama | `LlamaForCausalLM` | attention | 0.0 |" in text
+    assert text.count("| LFM2 |") == 1
+
+
+def test_the_readme_lists_every_family() -> None:
+    """Where the README has the table, it has each family that the code lists, and no other."""
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    if doctor.BEGIN not in text:
+        pytest.skip("the README has no table of families yet")
+    table = text[text.index(doctor.BEGIN) : text.index(doctor.END)]
+    listed = [
+        line.split("`")[1] for line in table.splitlines() if line.count("`") >= 2 and line.startswith("|")
+    ]
+    assert listed == [family.architecture for family in FAMILIES]
+
+
+def test_main_prints_and_returns_the_exit_code(
+    two_families: list[Family], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The command prints lines or JSON and returns 0 or 1; an option that can't be is one line and 2."""
+    assert doctor.main([str(tmp_path)]) == 1
+    assert "checks failed" in capsys.readouterr().out
+    assert doctor.main([str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 1
+    (readme := tmp_path / "README.md").write_text("no markers")
+    assert doctor.main(["--families", str(readme)]) == 2
+    assert "has no markers" in capsys.readouterr().err
+
+
+def test_failures_are_known_kinds() -> None:
+    """What a diagnosis catches is what kernels raise, and not an interrupt."""
+    assert KeyboardInterrupt not in packages.failures()
+    assert not issubclass(KeyboardInterrupt, packages.failures())

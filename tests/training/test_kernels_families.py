@@ -1,0 +1,51 @@
+"""Every family of the README's table: isolated, and still the model that transformers made."""
+
+import pytest
+import torch
+
+from training.kernels import bind, handshake, make_batch, proof
+from training.kernels.families import FAMILIES, Family, tiny
+
+LENGTHS = (1, 63, 64, 65, 7)
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+@every_family
+def test_replacing_one_example_moves_no_other(family: Family) -> None:
+    """Logits, own gradients and gradients across move by exactly 0.0, whichever example is replaced."""
+    model = bind(tiny(family))
+    for replaced in range(len(LENGTHS)):
+        found = proof.isolation(model, LENGTHS, replaced=replaced)
+        assert (found.logits, found.gradients, found.across, found.noise) == (0.0, 0.0, 0.0, 0.0)
+        assert found.replaced > 0.5, "the replaced example itself must move, or nothing is proven"
+
+
+@every_family
+def test_packed_is_each_example_alone(family: Family) -> None:
+    """Logits and every parameter's gradient agree with each example by itself, to fp32 rounding."""
+    apart = proof.alone(bind(tiny(family)), LENGTHS)
+    assert apart.logits < 1e-5
+    assert len(apart.gradients) > 10
+    assert apart.worst[1] < 1e-3, apart.worst
+
+
+@every_family
+def test_bound_computes_what_transformers_computes(family: Family) -> None:
+    """One example gives the logits of the unbound model with eager attention: windows, sinks, scale."""
+    model = tiny(family)
+    model.set_attn_implementation("eager")
+    ids = torch.randint(96, (70,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        stock = model(input_ids=ids[None], use_cache=False).logits
+        bound = bind(model)(**make_batch(ids, [70])).logits
+    assert stock.std() > 0.1
+    assert (bound - stock).norm() / stock.norm() < 1e-5
+
+
+@every_family
+def test_every_layer_shakes_hands(family: Family) -> None:
+    """The hand-shake hears from every mixing layer and finds this batch's boundaries."""
+    model = bind(tiny(family))
+    batch = make_batch(torch.arange(sum(LENGTHS)) % 96, LENGTHS)
+    with handshake(model, batch):
+        model(**batch).logits.sum().backward()
