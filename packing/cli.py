@@ -48,6 +48,9 @@ So `packing` does not import `training`, and works without it."""
 TEXT_FILES = {"chat_template"}
 """Options whose value is the text of a file; the flag takes the file's name."""
 
+AUDITED_ROWS = 1000
+"""Rows of each file that `template --data` tries."""
+
 MOST_WORKERS = 8
 """By default; more pay on large inputs only."""
 
@@ -262,6 +265,38 @@ def unpack(words: Sequence[str]) -> int:
     finally:
         partial.unlink(missing_ok=True)
     return 0
+
+
+def template(words: Sequence[str]) -> int:
+    """Prints what a chat template does with what is trained; exits with 1 where training would be wrong."""
+    from packing.chat import ChatOptions
+
+    parser = _Parser("template")
+    parser.add_argument("tokenizer", metavar="TOKENIZER", help="a folder or a hub name")
+    parser.add_argument("--data", action="append", default=[], metavar="FILE", help="own rows to try it on")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _add_options(parser.add_argument_group("what is trained"), ChatOptions)
+    arguments = parser.parse_args(words)
+    from packing import report
+    from packing.chat import audit, load_tokenizer
+    from packing.pipeline import first_conversations
+
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    found = audit(
+        tokenizer,
+        options=_options(ChatOptions, arguments),
+        conversations=first_conversations(arguments.data, rows=AUDITED_ROWS) if arguments.data else (),
+    )
+    if arguments.json:
+        _print_json(found.to_json())
+        return found.exit_code
+    console = _console()
+    console.print(found.table())
+    if found.example is not None:
+        colour = _coloured(console)
+        console.print("\n", report.legend(colour=colour), "\n", sep="")
+        console.print(report.marked(found.example, tokenizer=tokenizer, colour=colour), soft_wrap=True)
+    return found.exit_code
 
 
 # Options

@@ -89,6 +89,8 @@ def summary(report: Mapping[str, Any]) -> RenderableType:
     """
     from rich.console import Group
 
+    if "rows" not in report["accounting"]:  # written with ShardWriter, by somebody with other accounts
+        return _shape(report)
     return Group(_fates(report["accounting"]), "", _shape(report))
 
 
@@ -194,10 +196,10 @@ def legend(*, colour: bool) -> Text:
 def headline(number: int, example: Example, *, origin: Mapping[str, Any]) -> str:
     """One line on an example: its number, where it came from, its size."""
     parts = [f"example {number}"]
-    if origin:
+    if "input" in origin:
         parts.append(f"{origin['input']}:{origin['line']}")
-        if origin["turn"] >= 0:
-            parts.append(f"turn {origin['turn']}")
+    if origin.get("turn", -1) >= 0:
+        parts.append(f"turn {origin['turn']}")
     return " · ".join([*parts, f"{len(example):,} tokens, {example.supervised:,} trained"])
 
 
@@ -260,14 +262,15 @@ def tokenizer_of(shards: ShardSet, *, name: str | None) -> PreTrainedTokenizerBa
         path = shards.path / RUN
         try:
             name = str(json.loads(path.read_bytes())["tokenizer"])
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError):
             raise InputError(
-                f"{path} does not say which tokenizer was used ({error}): give --tokenizer"
+                f"{path} does not say which tokenizer was used: give it as --tokenizer"
             ) from None
     tokenizer = load_tokenizer(name)
-    if tokenizer_digest(tokenizer) != shards.manifest["fingerprint"]["chat"]["tokenizer"]:
+    digest = shards.manifest["fingerprint"].get("chat", {}).get("tokenizer")
+    if digest not in (None, tokenizer_digest(tokenizer)):
         raise InputError(
-            f"{name} is not the tokenizer that {shards.path} was packed with: give it as --tokenizer"
+            f"{name} is not the tokenizer that {shards.path} was packed with: give that as --tokenizer"
         )
     return tokenizer
 

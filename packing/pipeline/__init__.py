@@ -15,6 +15,7 @@ from packing.pipeline.pack import (
     PartReport,
     Preview,
     Progress,
+    first_conversations,
     pack_dataset,
     preview,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "Preview",
     "Progress",
     "WorkerDied",
+    "first_conversations",
     "pack_dataset",
     "preview",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import itertools
@@ -18,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing.chat import ChatEncoder, ChatOptions, load_tokenizer
-from packing.errors import InputError, OptionError, TooManyRejects
-from packing.example import Example, Overflow
-from packing.formats import FormatOptions
+from packing.errors import InputError, OptionError, RowRejected, TooManyRejects
+from packing.example import Conversation, Example, Overflow
+from packing.formats import FormatOptions, normalise
 from packing.pipeline.accounting import Accounting
 from packing.pipeline.clock import Clock
 from packing.pipeline.pool import map_in_order
@@ -290,6 +291,24 @@ def preview(
         rejects=rejects,
         example=first,
     )
+
+
+def first_conversations(inputs: Sequence[str], *, rows: int) -> list[Conversation]:
+    """The conversations in the first rows of each input, without those that can't be read.
+
+    Raises:
+        InputError: an input that can't be read.
+    """
+    found = []
+    for source in open_sources(inputs, options=SourceOptions()):
+        records = itertools.chain.from_iterable(
+            chunk.records() for chunk in source.chunks(rows=ROWS_PER_CHUNK)
+        )
+        for _, _, record in itertools.islice(records, rows):
+            with contextlib.suppress(RowRejected):
+                if not isinstance(record, RowRejected):
+                    found.append(normalise(record, options=FormatOptions()))
+    return found
 
 
 def _encoder(tokenizer: str | PreTrainedTokenizerBase, *, chat: ChatOptions | None) -> ChatEncoder:

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from packing import cli
+from packing.buffer import build_buffer
+from packing.example import make_example
 from packing.pipeline import pack_dataset
 from packing.sample import CHATS, TOKENIZER
-from packing.shards import open_shards
+from packing.shards import ShardWriter, open_shards
 
 COMMAND = [sys.executable, "-c", "import sys; from packing.cli import main; sys.exit(main())"]
 
@@ -187,6 +189,42 @@ def test_a_dry_run_shows_and_writes_nothing(padfree, tmp_path, monkeypatch):
     assert "rows.jsonl:1 empty_conversation" in out
     assert "⟦a<|im_end|>⟧" in out
     assert os.listdir() == ["rows.jsonl"]
+
+
+def test_template_says_whether_training_is_right(padfree, tmp_path):
+    """The audit is a table with the trained text of a conversation, or JSON; exit 1 where it is wrong."""
+    status, out, err = padfree("template", TOKENIZER)
+    assert (status, err) == (0, "")
+    assert "generation marks" in out
+    assert "⟦4.<|im_end|>⟧" in out
+    (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n{{\n{GOOD}\n")
+    status, out, _ = padfree("template", TOKENIZER, "--data", tmp_path / "rows.jsonl")
+    assert status == 0
+    assert "2 of 2" in out
+    assert "⟦a<|im_end|>⟧" in out
+    status, out, _ = padfree("template", TOKENIZER, "--json")
+    assert json.loads(out)["right"] is True
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    status, out, _ = padfree("template", TOKENIZER, "--chat-template", tmp_path / "own.jinja", "--json")
+    assert status == 1
+    assert json.loads(out)["right"] is False
+
+
+def test_shards_of_another_writer_can_be_looked_at(padfree, tmp_path):
+    """A set that somebody made with ShardWriter has neither our accounts nor our origins: no error."""
+    buffer = build_buffer([make_example([5, 6, 7], trained=[0, 1, 1]), make_example([8, 9], trained=[0, 1])])
+    with ShardWriter(tmp_path / "out", capacity=8, fingerprint={"mine": 1}) as writer:
+        writer.write(buffer)
+        writer.finish({"all": 2})
+    status, out, err = padfree("stats", tmp_path / "out")
+    assert (status, err) == (0, "")
+    assert "62.50%" in out
+    status, out, err = padfree("inspect", tmp_path / "out", "--tokenizer", TOKENIZER, "--buffer", 0)
+    assert (status, err) == (0, "")
+    assert "example 1 · 2 tokens, 1 trained" in out
+    status, out, err = padfree("inspect", tmp_path / "out")
+    assert status == 2
+    assert "give it as --tokenizer" in err
 
 
 # What a person looks at
@@ -557,7 +595,7 @@ def test_without_words_the_help_is_shown(padfree):
     assert padfree() == padfree("--help")
 
 
-@pytest.mark.parametrize("verb", ["pack", "stats", "inspect", "verify", "unpack"])
+@pytest.mark.parametrize("verb", ["pack", "stats", "inspect", "verify", "unpack", "template"])
 def test_each_verb_has_help(verb, capsys):
     """`padfree VERB --help` exits with 0 and shows the verb's options."""
     with pytest.raises(SystemExit) as end:
