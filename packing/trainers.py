@@ -1,0 +1,144 @@
+"""Packed shards in trainers that others wrote: their settings checked, and data sets that fill whole steps.
+
+    trainer = Trainer(model, args, train_dataset=PackedDataset("shards"), data_collator=collate)
+    check_trainer(trainer)
+    trainer.train()
+
+What a trainer may do to a packed batch, and what becomes of it (refused: by `check_trainer`):
+
+    drop the column seq_lengths                 `collate` refuses a row without it
+    add an attention mask                       refused, and by a bound model too
+    use a cache                                 `collate` says use_cache=False, TRL does too
+    pack the buffers again, or cut them         refused
+    cut batches apart (dispatch_batches)        refused
+    repeat samples to even out the ranks        refused; `multiple_of` and `whole_steps` mend it
+    take means over ranks of unequal tokens     refused
+    gather the logits in an evaluation          refused
+    shuffle with a sampler of its own           harmless: a buffer is a sample like any other
+    take the batch's size from its first tensor harmless: that is input_ids, one row
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from packing.errors import OptionError
+from packing.example import IGNORE_INDEX
+from packing.loader import collate
+
+if TYPE_CHECKING:
+    import datasets
+
+
+def whole_steps(dataset: datasets.Dataset, *, multiple_of: int) -> datasets.Dataset:
+    """A shard set, as `datasets.load_from_disk` gives it, with rows that train nothing at its end.
+
+    Args:
+        dataset: Rows with `input_ids`, `labels`, `seq_lengths`.
+        multiple_of: The rows in the result are a multiple of this: ranks × rows in a batch. Else accelerate
+            repeats the first rows at the end, or leaves a rank waiting for the others.
+    """
+    import datasets
+
+    missing = -len(dataset) % multiple_of
+    if not missing:
+        return dataset
+    row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX] * 2, "seq_lengths": [2], "example_ids": []}
+    columns = {name: [row[name]] * missing for name in dataset.column_names}
+    return datasets.concatenate_datasets(
+        [dataset, datasets.Dataset.from_dict(columns, features=dataset.features)]
+    )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Checks the settings of a `transformers.Trainer` or a TRL `SFTTrainer`, before `train`.
+
+    Raises:
+        OptionError: the first setting that would let examples see each other, show buffers twice, weigh
+            tokens unequally or gather all logits; with the setting that is right.
+    """
+    if (problem := next(_problems(trainer), None)) is not None:
+        raise OptionError(f"{type(trainer).__name__}: {problem}")
+
+
+def _problems(trainer: Any) -> Iterator[str]:
+    args = trainer.args
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) != args.world_size:
+        yield (
+            f"{started} processes were started, but its world size is {args.world_size}, so each trains by "
+            "itself: on a CPU set use_cpu=True"
+        )
+    yield from _collator(trainer)
+    if args.accelerator_config.dispatch_batches:
+        yield (
+            "dispatch_batches=True cuts a batch apart along its first dimension, and a packed batch is one "
+            'row: set accelerator_config={"dispatch_batches": False}'
+        )
+    if args.n_gpu > 1:
+        yield (
+            f"{args.n_gpu} GPUs in one process are DataParallel, which cuts a packed batch apart: start one "
+            "process a GPU with torchrun"
+        )
+    parallel = trainer.accelerator.parallelism_config
+    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+        yield ("context and sequence parallelism cut sequences apart and know no boundaries: leave them off")
+    for name, size in (("train", args.train_batch_size), ("eval", args.eval_batch_size)):
+        yield from _rows(trainer, name=name, step=size * args.world_size)
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        yield (
+            "average_tokens_across_devices=False takes the mean of the ranks' means: tokens weigh unequally, "
+            "and a rank without a trained token gives NaN: set it to True"
+        )
+    if trainer.compute_metrics is not None and trainer.preprocess_logits_for_metrics is None:
+        yield (
+            "compute_metrics makes evaluation gather the logits of all tokens, tokens × vocabulary floats: "
+            "give preprocess_logits_for_metrics too, or leave compute_metrics out"
+        )
+
+
+def _collator(trainer: Any) -> Iterator[str]:
+    args, collator = trainer.args, trainer.data_collator
+    if getattr(args, "packing", False) or getattr(args, "eval_packing", False):
+        yield (
+            "packing=True packs whole buffers again, as if each were one document, so examples see each "
+            "other: set packing=False, padding_free=True, max_length=None"
+        )
+    if collator is collate:
+        return
+    if not type(collator).__module__.startswith("trl."):
+        yield (
+            f"its data_collator is {getattr(collator, '__name__', type(collator).__name__)}, which knows no "
+            "boundaries: set data_collator=packing.loader.collate"
+        )
+    if not getattr(collator, "padding_free", False):
+        yield (
+            "padding_free=False makes the collator build a mask of ones, so examples see each other: set "
+            "padding_free=True, packing=False, max_length=None"
+        )
+
+
+def _rows(trainer: Any, *, name: str, step: int) -> Iterator[str]:
+    dataset = getattr(trainer, f"{name}_dataset")
+    if trainer.args.world_size == 1 or dataset is None:
+        return
+    for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        missing = -len(part) % step
+        if name == "eval" and _is_trl(trainer):
+            # TRL takes the mean over batches after accelerate has left out the repeated rows.
+            if all(label == IGNORE_INDEX for label in part[len(part) - 1]["labels"]):
+                yield (
+                    "eval_dataset has empty rows, which TRL would count as a loss of 0: give it "
+                    "load_from_disk(…) without whole_steps"
+                )
+        elif missing and not trainer.args.dataloader_drop_last:
+            yield (
+                f"{len(part)} rows in {name}_dataset are no multiple of {step} (ranks × batch size), so "
+                f"accelerate would show {missing} of them twice (even_batches): open it with "
+                f"PackedDataset(…, multiple_of={step}), or whole_steps(…, multiple_of={step})"
+            )
+
+
+def _is_trl(trainer: Any) -> bool:
+    return any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
