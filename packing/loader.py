@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packing import boundaries
-from packing.buffer import PackedBuffer
+from packing.buffer import PackedBuffer, check_buffer
 from packing.errors import OptionError, ResumeError, ShardError
 from packing.example import IGNORE_INDEX
 from packing.plan import Plan, plan_bins
@@ -77,7 +77,7 @@ class LoadedBuffer(PackedBuffer):
     capacity: int | None
 
 
-def collate(buffers: Sequence[PackedBuffer]) -> Batch:
+def collate(rows: Sequence[PackedBuffer | Mapping[str, Any]]) -> Batch:
     """Buffers, side by side, as the arguments of a model's forward.
 
     A `LoadedBuffer` with a capacity is filled with exactly one more segment of token 0 and label -100:
@@ -85,22 +85,26 @@ def collate(buffers: Sequence[PackedBuffer]) -> Batch:
     thousands of empty steps. All tensors are new: flash-linear-attention caches what it derives from
     `cu_seqlens` by object identity, so a refilled tensor would get the last batch's boundaries.
 
+    Args:
+        rows: Buffers, or rows of the shard directory opened by `datasets.load_from_disk`.
+
     Raises:
-        ValueError: no buffers, or one above its capacity.
+        ValueError: no rows, a row without its columns, or one above its capacity.
     """
-    if not buffers:
+    if not rows:
         raise ValueError("a batch holds at least one buffer")
-    lengths = np.concatenate([_segments(buffer) for buffer in buffers])
+    buffers = [row if isinstance(row, PackedBuffer) else _from_row(row) for row in rows]
+    segments = [_segments(buffer) for buffer in buffers]
+    lengths = np.concatenate(segments)
     cu_seqlens = torch.from_numpy(boundaries.cu_seqlens(lengths))
     total = int(lengths.sum())
     ids = np.zeros((1, total), np.int64)
     labels = np.full((1, total), IGNORE_INDEX, np.int64)
     start = 0
-    for buffer in buffers:
-        end = start + len(buffer)
-        ids[0, start:end] = buffer.input_ids
-        labels[0, start:end] = buffer.labels
-        start += len(buffer) if (capacity := _capacity(buffer)) is None else capacity
+    for buffer, filled in zip(buffers, segments, strict=True):
+        ids[0, start : start + len(buffer)] = buffer.input_ids
+        labels[0, start : start + len(buffer)] = buffer.labels
+        start += int(filled.sum())
     longest = boundaries.max_seqlen(lengths)
     return {
         "input_ids": torch.from_numpy(ids),
@@ -114,14 +118,29 @@ def collate(buffers: Sequence[PackedBuffer]) -> Batch:
     }
 
 
-def _capacity(buffer: PackedBuffer) -> int | None:
-    return buffer.capacity if isinstance(buffer, LoadedBuffer) else None
-
-
 def _segments(buffer: PackedBuffer) -> NDArray[np.int64]:
-    if (capacity := _capacity(buffer)) is None:
-        return boundaries.check_lengths(buffer.seq_lengths)
-    return boundaries.with_tail(buffer.seq_lengths, capacity=capacity)
+    """The lengths of a buffer's segments, its tail included."""
+    if isinstance(buffer, LoadedBuffer) and buffer.capacity is not None:
+        return boundaries.with_tail(buffer.seq_lengths, capacity=buffer.capacity)
+    return boundaries.check_lengths(buffer.seq_lengths)
+
+
+def _from_row(row: Mapping[str, Any]) -> PackedBuffer:
+    """A row of a Hugging Face data set as a buffer, checked: who knows what was done to the data set."""
+    if missing := [name for name in ("input_ids", "labels", "seq_lengths") if name not in row]:
+        raise ValueError(
+            f"a row has no {missing[0]}, only {list(row)}: without its boundaries examples would see each "
+            "other; keep all columns (in a Trainer: remove_unused_columns=False)"
+        )
+    lengths = np.asarray(row["seq_lengths"], np.int32)
+    buffer = PackedBuffer(
+        input_ids=np.asarray(row["input_ids"], np.int32),
+        labels=np.asarray(row["labels"], np.int32),
+        seq_lengths=lengths,
+        example_ids=np.zeros(lengths.size, np.int64),
+    )
+    check_buffer(buffer)
+    return buffer
 
 
 def check_batch(batch: Mapping[str, Any]) -> None:
@@ -175,25 +194,35 @@ class PackedDataset(Dataset[LoadedBuffer]):
         source: A shard directory, or an open shard set.
         capacity: Tokens to which buffers are filled; None takes the shard set's.
         fixed_shape: Fill every buffer to the capacity; else buffers keep their own lengths.
+        multiple_of: Empty buffers at the end make the length a multiple of this: ranks × buffers in a
+            batch, for trainers that would repeat buffers, or wait for each other, where ranks run out.
 
     Raises:
         ShardError: missing, damaged, or without a buffer.
     """
 
     def __init__(
-        self, source: str | Path | ShardSet, *, capacity: int | None = None, fixed_shape: bool = True
+        self,
+        source: str | Path | ShardSet,
+        *,
+        capacity: int | None = None,
+        fixed_shape: bool = True,
+        multiple_of: int = 1,
     ) -> None:
+        if multiple_of < 1:
+            raise OptionError(f"multiple_of {multiple_of} can't be: choose 1 or more")
         self.shards = source if isinstance(source, ShardSet) else open_shards(source)
         if not len(self.shards):
             raise ShardError(f"{self.shards.path} holds no buffers: nothing to load")
         self.capacity = self.shards.capacity if capacity is None else capacity
         self.fixed_shape = fixed_shape
+        self._length = len(self.shards) + -len(self.shards) % multiple_of
 
     def __len__(self) -> int:
-        return len(self.shards)
+        return self._length
 
     def __getitem__(self, key: Key) -> LoadedBuffer:
-        if key is None:
+        if key is None or (not isinstance(key, np.ndarray) and len(self.shards) <= key < self._length):
             # No real tokens: collate makes it all tail. Without a fixed shape one token is tail enough.
             nothing = np.zeros(0, np.int32)
             return LoadedBuffer(
@@ -381,7 +410,7 @@ class PackedDataLoader:
         self._pin_memory = pin_memory
         self._resumed = False
         self._epoch, self._buffers = 0, 0
-        self._sampler = self._sampler_here()
+        self._sampler = self._sampler_at(epoch=0, buffers=0)
 
     @property
     def epoch(self) -> int:
@@ -413,21 +442,26 @@ class PackedDataLoader:
         Raises:
             ResumeError: the state is of other data or of another order, or is no state.
         """
-        if set(state) != set(self.state_dict()):
-            raise ResumeError(f"no state of a PackedDataLoader: it has {sorted(state)}")
-        if state["fingerprint"] != (found := self.dataset.shards.fingerprint):
+        mine = self.state_dict()
+        if {key: type(value) for key, value in state.items()} != {key: type(mine[key]) for key in mine}:
+            raise ResumeError(f"no state of a PackedDataLoader: {dict(state)}")
+        if state["fingerprint"] != mine["fingerprint"]:
             raise ResumeError(
                 f"the state is of other data: fingerprint {state['fingerprint'][:12]}…, but "
-                f"{self.dataset.shards.path} has {found[:12]}…; use the shards that it was saved with"
+                f"{self.dataset.shards.path} has {mine['fingerprint'][:12]}…; use the shards that it was "
+                "saved with"
             )
-        theirs, mine = state["options"], asdict(self.options)
-        for name in theirs | mine:
-            if theirs.get(name) != mine.get(name):
+        for name in mine["options"] | state["options"]:
+            saved, given = state["options"].get(name), mine["options"].get(name)
+            if saved != given:
                 raise ResumeError(
-                    f"the state is of another order: it has {name} {theirs.get(name)}, this loader "
-                    f"{mine.get(name)}; use the same options"
+                    f"the state is of another order: it has {name} {saved}, this loader {given}; use the "
+                    "same options"
                 )
-        self._go_to(epoch=state["epoch"], buffers=state["buffers"])
+        try:
+            self._go_to(epoch=state["epoch"], buffers=state["buffers"])
+        except OptionError as error:
+            raise ResumeError(f"the state is of no place in these data: {error}") from None
         self._resumed = True
 
     def __iter__(self) -> Iterator[Batch]:
@@ -438,18 +472,18 @@ class PackedDataLoader:
 
     def _go_to(self, *, epoch: int, buffers: int) -> None:
         if (epoch, buffers) != (self._epoch, self._buffers):
+            self._sampler = self._sampler_at(epoch=epoch, buffers=buffers)
             self._epoch, self._buffers = epoch, buffers
-            self._sampler = self._sampler_here()
 
-    def _sampler_here(self) -> PackedSampler:
+    def _sampler_at(self, *, epoch: int, buffers: int) -> PackedSampler:
         return PackedSampler(
             self.dataset.shards,
             options=self.options,
             batch_size=self._batch_size,
             rank=self._rank,
             world_size=self._world_size,
-            epoch=self._epoch,
-            start=self._buffers,
+            epoch=epoch,
+            start=buffers,
         )
 
     def _batches(self) -> Iterator[Batch]:
