@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from training.data import PadfreeError
+from training.faults import SIGNALLED, Signalled
 
 COMMANDS = ("run", "check")
 
@@ -28,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="section.key=value", help="overrides the file"
     )
     run.add_argument("--resume", action="store_true", help="go on from the run directory's newest checkpoint")
+    run.add_argument("--profile", metavar="FIRST:LAST", help="trace these steps; short for --set run.profile")
     run.add_argument("--dry-run", action="store_true", help="check and print what would run, then stop")
     check = commands.add_parser("check", help="compare a run's evaluation losses at its start and end")
     check.add_argument("run", metavar="RUN", help="run directory")
@@ -36,7 +38,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; 0 is success, 1 a check that fails, 2 anything else that a user can cause."""
+    """Runs the command.
+
+    Returns:
+        0 for success, 1 for a check that fails, 2 for anything else that a user can cause, and
+        85 where SIGTERM ended the run after it saved.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] not in (*COMMANDS, "-h", "--help"):
         words.insert(0, "run")
@@ -50,12 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if holds else 1
         from training.config import load
 
-        config = load(arguments.config, overrides=arguments.set)
+        profile = [f'run.profile="{arguments.profile}"'] if arguments.profile else []
+        config = load(arguments.config, overrides=[*arguments.set, *profile])
         from training.train import train  # torch and transformers: seconds, and needless for a typo
 
         # torchrun starts all ranks again after a failure, with --max-restarts: then go on by itself.
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         train(config, resume=arguments.resume or restarted, dry_run=arguments.dry_run)
+    except Signalled as error:
+        _say(error)
+        return SIGNALLED
     except PadfreeError as error:
         _say(error)
         return 2

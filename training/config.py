@@ -32,6 +32,12 @@ class Run:
     """Directory of the resolved configuration, the metrics and the checkpoints."""
     steps: int = 0
     """Stop after this many steps of the schedule; 0 runs it whole."""
+    profile: str = ""
+    """Trace the steps FIRST:LAST, counted from 1, as "5:8", into `profile` in the run directory."""
+    trace: bool = True
+    """Write the trace itself beside what was read off it."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a NaN or infinite loss or gradient does; either way the examples' numbers are saved."""
     seed: int = 0
     """Of the initial weights, of the order of the data, and of dropout."""
 

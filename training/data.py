@@ -27,7 +27,7 @@ class MicroBatch:
         inputs: The arguments of the model's forward, `labels` among them: the loader's batch.
         real_tokens: Tokens of examples, the tail left out.
         supervised_tokens: Labels that are not −100.
-        squared_lengths: Σ Lᵢ² over the examples, for counting attention's operations.
+        seq_lengths: The examples' lengths.
         buffers: Buffers laid side by side, all-tail ones included.
         example_ids: The examples' numbers.
     """
@@ -35,7 +35,7 @@ class MicroBatch:
     inputs: Mapping[str, Any]
     real_tokens: int
     supervised_tokens: int
-    squared_lengths: int
+    seq_lengths: tuple[int, ...]
     buffers: int
     example_ids: tuple[int, ...]
 
@@ -46,7 +46,7 @@ def micro_batch(inputs: Mapping[str, Any], buffers: Sequence[PackedBuffer]) -> M
         inputs=inputs,
         real_tokens=sum(map(len, buffers)),
         supervised_tokens=int((inputs["labels"] != IGNORE_INDEX).sum()),
-        squared_lengths=sum(int((buffer.seq_lengths.astype("int64") ** 2).sum()) for buffer in buffers),
+        seq_lengths=tuple(int(length) for buffer in buffers for length in buffer.seq_lengths),
         buffers=len(buffers),
         example_ids=tuple(int(number) for buffer in buffers for number in buffer.example_ids),
     )

@@ -23,7 +23,7 @@ class Metrics:
     of optimizer steps taken so far. Tokens a second count all ranks, `_per_rank` one of them.
     """
 
-    def __init__(self, directory: Path, *, steps: int, done: int, active: bool, mode: str) -> None:
+    def __init__(self, directory: Path, *, steps: int, done: int, active: bool) -> None:
         """Opens the file.
 
         Args:
@@ -31,13 +31,12 @@ class Metrics:
             steps: The run's last step.
             done: Steps taken already.
             active: Whether this rank writes and shows.
-            mode: "live", "plain" or "auto", which is live on a terminal.
         """
         self._active = active
         self._steps = steps
         self._done = done
         self._console = Console(highlight=False, soft_wrap=True)
-        self._live = active and (mode == "live" or (mode == "auto" and self._console.is_terminal))
+        self._live = active and self._console.is_terminal
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -50,7 +49,7 @@ class Metrics:
         self._task = self._progress.add_task("train", total=steps, completed=done, line="")
         if active:
             path = directory / FILE
-            kept = [line for line in read(path) if line["step"] <= done] if done else []
+            kept = [line for line in read(path) if line["step"] <= done] if done and path.exists() else []
             self._file = path.open("w", encoding="utf-8")
             for line in kept:
                 self._write(line)

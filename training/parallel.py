@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -160,6 +162,31 @@ def reduce_whole(parameters: Sequence[nn.Parameter]) -> None:
     dist.all_reduce(flat)
     for grad, total in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
+
+
+class Stopwatch:
+    """Seconds between marks: of the device's own clock on CUDA, so that marking does not wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Marks a moment; on CUDA, the moment when the device has done what was given to it so far."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def split(self) -> list[float]:
+        """Seconds from each mark to the next. Waits for the device."""
+        if not self._cuda:
+            return [after - before for before, after in itertools.pairwise(self._marks)]
+        self._marks[-1].synchronize()
+        pairs = itertools.pairwise(self._marks)
+        return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
 def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

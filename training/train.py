@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,13 +19,16 @@ from transformers import PretrainedConfig
 
 from training import checkpoint, kernels
 from training.config import Config, Precision, to_toml
+from training.cost import itemised, peak_flops, price, recomputed, work
 from training.data import MicroBatch, TrainingData
+from training.faults import NonFinite, Signalled, Sigterm, report_nonfinite
 from training.fused import fuse
 from training.loss import SupervisedLoss, choose_loss
 from training.metrics import Metrics
 from training.model import blocks, ends, load_weights, materialise, read_config, skeleton, whole
 from training.optim import clip, learning_rate, make_optimizer
-from training.parallel import World, join, on_device, reduce_whole, shard
+from training.parallel import Stopwatch, World, join, on_device, reduce_whole, shard
+from training.profile import StepProfiler
 from training.recompute import recompute
 
 
@@ -71,7 +75,14 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
         )
         if dry_run:
             if world.chief:
-                print(f"{to_toml(config)}\n{summary}")
+                bill = price(
+                    config,
+                    root.model,
+                    ranks=world.size,
+                    capacity=data.capacity,
+                    precision=precision(config, world),
+                )
+                print("\n".join([to_toml(config), summary, *itemised(bill, world=world)]))
             return
         spread(root, config, world)
         optimizer = make_optimizer(root, optim=config.optim)
@@ -83,24 +94,37 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
         if world.chief:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.toml").write_text(to_toml(config), "utf-8")
-        with Metrics(directory, steps=last, done=done, active=world.chief, mode="auto") as metrics:
+        with Metrics(directory, steps=last, done=done, active=world.chief) as metrics, Sigterm() as sigterm:
             metrics.say(summary)
             metrics.bound([dataclasses.asdict(row) for row in kernels.describe(root.model)])
             if held_out and done == 0:
                 metrics.eval(evaluate(root, held_out, step=0, world=world))
+            profiler = StepProfiler(
+                config.run.profile,
+                folder=directory / "profile",
+                active=world.chief,
+                trace=config.run.trace,
+            )
+            operations, peak = work(root.model), peak_flops(world.device)
+            share_full, share_mixing = recomputed(config, layers=len(blocks(root.model)))
             stream = data.stream()
             for step in range(done, last):
                 # One step: read, forward and backward, clip, update.
-                started = time.perf_counter()
+                profiler.before(step + 1)
+                started, clock = time.perf_counter(), Stopwatch(world.device)
                 # Dropout is a function of (seed, step, rank), so a checkpoint holds no random state.
                 torch.manual_seed((config.run.seed << 40) + (step << 16) + world.rank)
                 batches = list(itertools.islice(stream, config.data.accumulation))
-                real, supervised, buffers = world.sum(
-                    sum(batch.real_tokens for batch in batches),
+                lengths = [length for batch in batches for length in batch.seq_lengths]
+                real, supervised, buffers, model_flops, hardware_flops = world.sum(
+                    sum(lengths),
                     sum(batch.supervised_tokens for batch in batches),
                     sum(batch.buffers for batch in batches),
+                    operations.step(lengths),
+                    operations.hardware(lengths, recomputed=share_full, mixing_again=share_mixing),
                 )
                 read = time.perf_counter()
+                clock.mark()
                 share = forward_backward(
                     root,
                     batches,
@@ -109,40 +133,60 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     reduce_each=config.parallel.reduce == "micro_batch",
                 )
                 norm = clip(root.parameters(), limit=config.optim.clip)
+                clock.mark()
+                loss, signals = world.sum(float(share), sigterm.came)  # waits for the device
+                finite = math.isfinite(loss) and math.isfinite(float(norm))
+                if not finite:
+                    place = {"step": step + 1, "rank": world.rank}
+                    line = report_nonfinite(
+                        directory / "nonfinite", batches, **place, loss=loss, norm=float(norm)
+                    )
+                    if config.run.nonfinite == "stop":
+                        raise NonFinite(f"{line}; run.nonfinite=skip leaves such steps out")
+                    metrics.say(line)
                 lr = learning_rate(step, schedule=config.schedule, steps=steps, peak=config.optim.lr)
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                optimizer.step()
+                if finite:
+                    optimizer.step()
                 optimizer.zero_grad()
-                (loss,) = world.sum(float(share))  # waits for the device
+                clock.mark()
+                forward_backward_s, optimizer_s = clock.split()
                 seconds = time.perf_counter() - started
                 memory, reserved = world.peak_memory()
-                metrics.train(
-                    {
-                        "step": step + 1,
-                        "loss": loss,
-                        "grad_norm": float(norm),
-                        "lr": lr,
-                        "real_tokens": int(real),
-                        "supervised_tokens": int(supervised),
-                        "real_tokens_per_s": real / seconds,
-                        "real_tokens_per_s_per_rank": real / seconds / world.size,
-                        "supervised_tokens_per_s": supervised / seconds,
-                        "fill": real / (buffers * data.capacity),
-                        "step_s": seconds,
-                        "data_s": read - started,
-                        "buffers": int(buffers),
-                        "memory_gib": memory,
-                        "reserved_gib": reserved,
-                    }
-                )
+                values = {
+                    "step": step + 1,
+                    "loss": loss,
+                    "grad_norm": float(norm),
+                    "lr": lr,
+                    "real_tokens": int(real),
+                    "supervised_tokens": int(supervised),
+                    "buffers": int(buffers),
+                    "fill": real / (buffers * data.capacity),
+                    "real_tokens_per_s": real / seconds,
+                    "real_tokens_per_s_per_rank": real / seconds / world.size,
+                    "supervised_tokens_per_s": supervised / seconds,
+                    "step_s": seconds,
+                    "data_s": read - started,
+                    "forward_backward_s": forward_backward_s,
+                    "optimizer_s": optimizer_s,
+                    "model_flops": model_flops,
+                    "memory_gib": memory,
+                    "reserved_gib": reserved,
+                }
+                if peak:
+                    values["mfu"] = model_flops / seconds / world.size / peak
+                    values["hfu"] = hardware_flops / seconds / world.size / peak
+                metrics.train(values)
+                if found := profiler.after(step + 1, values=values):
+                    metrics.say(found)
 
                 # Now and then: the held-out part, a checkpoint.
                 taken, end = step + 1, step + 1 == last
                 if held_out and (end or taken % config.eval.every == 0):
                     metrics.eval(evaluate(root, held_out, step=taken, world=world))
                 every = config.checkpoint.every
-                if (end and config.checkpoint.last) or (every and taken % every == 0):
+                if (end and config.checkpoint.last) or (every and taken % every == 0) or signals:
                     written = checkpoint.save(
                         directory / checkpoint.FOLDER,
                         step=taken,
@@ -157,6 +201,8 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                         keep=config.checkpoint.keep,
                     )
                     metrics.say(f"step {taken}/{last}  saved {written}")
+                if signals and not end:
+                    raise Signalled(f"SIGTERM after step {taken} of {last}; go on with --resume")
 
 
 def open_data(config: Config, world: World) -> tuple[TrainingData, TrainingData | None]:

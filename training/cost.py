@@ -1,0 +1,190 @@
+"""What a step costs, counted beforehand: operations of a batch, and bytes on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from training.config import Config, Precision
+from training.model import blocks, ends, skeleton
+from training.parallel import World
+
+PEAK = {"H200": 989.4e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+"""FLOP/s of dense bf16 matrix products, by a part of the device's name. Source: the makers' data sheets."""
+
+Lengths = Sequence[int] | NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Operations of a model, by what they grow with.
+
+    Attributes:
+        layer_products: Weights in the layers' matrix products; of a mixture, those that a token meets.
+        head_products: Weights of the head.
+        attention: For each attention layer query heads × (key width + value width), and its window or 0.
+        recurrence: Over the delta-rule layers, value heads × key width × value width.
+    """
+
+    layer_products: int
+    head_products: int
+    attention: tuple[tuple[int, int], ...]
+    recurrence: int
+
+    def forward(self, lengths: Lengths) -> tuple[float, float, float]:
+        """FLOPs of a forward pass: the layers' products, the head's, and what mixes tokens.
+
+        Attention counts pairs that may see each other, Σ Lᵢ(Lᵢ + 1)/2 or fewer in a window, never T²;
+        the delta rule counts the recurrence: read, write and query a state once a token.
+        """
+        sizes = np.asarray(lengths, np.float64)
+        tokens = float(sizes.sum())
+        mixing = 6.0 * self.recurrence * tokens
+        for width, window in self.attention:
+            seen = np.minimum(sizes, window) if window else sizes
+            mixing += 2.0 * width * float((sizes * seen - seen * (seen - 1) / 2).sum())
+        return 2.0 * self.layer_products * tokens, 2.0 * self.head_products * tokens, mixing
+
+    def step(self, lengths: Lengths) -> float:
+        """FLOPs of forward and backward, which is twice the forward, without any recomputation: MFU's."""
+        return 3 * sum(self.forward(lengths))
+
+    def hardware(self, lengths: Lengths, *, recomputed: float, mixing_again: float) -> float:
+        """FLOPs that run: HFU's.
+
+        Args:
+            lengths: Of the examples.
+            recomputed: Share of the layers that compute all again in the backward pass.
+            mixing_again: Share that computes all again but the matrix products.
+        """
+        products, _, mixing = self.forward(lengths)
+        return self.step(lengths) + recomputed * (products + mixing) + mixing_again * mixing
+
+
+def work(model: PreTrainedModel) -> Work:
+    """The operations of a model, which may be on meta."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    products = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            products += module.in_features * module.out_features
+        elif experts := _experts(module):
+            chosen = getattr(config, "num_experts_per_tok", experts)
+            # Linear layers inside were or will be counted; only stacked weights are the module's own.
+            stacked = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim == 3)
+            products += stacked * chosen // experts
+    attention, recurrence = [], 0
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    for kind in kinds[: config.num_hidden_layers]:
+        if kind == "linear_attention":
+            widths = config.linear_key_head_dim * config.linear_value_head_dim
+            recurrence += config.linear_num_value_heads * widths
+        elif kind in ("full_attention", "sliding_attention"):
+            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+            attention.append((2 * config.num_attention_heads * width, window or 0))
+    return Work(
+        layer_products=products,
+        head_products=head.in_features * head.out_features,
+        attention=tuple(attention),
+        recurrence=recurrence,
+    )
+
+
+def _experts(module: nn.Module) -> int:
+    """How many experts a module's stacked weights hold; 0 for any other module."""
+    stacked = [p for p in module.parameters(recurse=False) if p.ndim == 3]
+    return stacked[0].shape[0] if stacked and "Experts" in type(module).__name__ else 0
+
+
+def flops(config: PretrainedConfig, lengths: Lengths) -> float:
+    """FLOPs of forward and backward over examples of these lengths, without recomputation."""
+    return work(skeleton(config, precision="fp32")).step(lengths)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s of the device's dense bf16 products, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK.items() if part in name), None)
+
+
+def price(
+    config: Config, model: PreTrainedModel, *, ranks: int, capacity: int, precision: Precision
+) -> dict[str, int]:
+    """Bytes on each rank at the fullest moment, by what they are for: an estimate, to 10 % or so.
+
+    Args:
+        config: What is chosen.
+        model: On meta.
+        ranks: GPUs to spread over; need not be this run's.
+        capacity: Tokens of a buffer.
+        precision: Resolved.
+    """
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    stored = 2 if precision == "bf16" else 4
+    computed = 4 if precision == "fp32" else 2
+    layers = blocks(model)
+    layer = max(sum(p.numel() for p in one.parameters()) for one in layers)
+    outside = sum(p.numel() for one in ends(model) for p in one.parameters()) or (
+        model.get_output_embeddings().weight.numel()
+    )
+    tokens = capacity * config.data.buffers
+    hidden = model.config.get_text_config().hidden_size
+    outputs = sum(m.out_features for m in layers[0].modules() if isinstance(m, nn.Linear))
+    recomputing = layers[: len(layers) - config.model.keep_layers - config.model.whole_layers]
+    full = len(recomputing[:: config.model.checkpointing]) if config.model.checkpointing else 0
+    whole_step = config.data.accumulation > 1 and config.parallel.reduce == "step" and ranks > 1
+    return {
+        "weights": weights * stored // ranks,
+        "gradients": trained * stored // ranks,
+        "optimizer states": trained * 2 * (1 if config.optim.states == "8bit" else stored) // ranks,
+        "gathered layers, their gradients and sums": (
+            0 if ranks == 1 else layer * (computed * (2 + config.parallel.keep_gathered) + computed + 4)
+        ),
+        "gathered embedding or head, its gradient and sum": (
+            4 * outside if ranks == 1 else outside // 2 * (2 * computed + 4)
+        ),
+        "gradients kept whole over the micro-batches of a step": trained * 4 if whole_step else 0,
+        "inputs of layers that recompute": full * tokens * hidden * computed,
+        # Elementwise operations keep about as much as the matrix products do.
+        "activations of one layer, and of those that keep them": int(
+            tokens
+            * outputs
+            * computed
+            * (2 + 2 * (len(layers) - full - config.model.keep_layers) + config.model.keep_layers)
+        ),
+        "logits of the loss": tokens * hidden * computed * config.model.loss_chunk
+        if precision != "fp32"
+        else 3 * 4 * tokens * model.config.get_text_config().vocab_size,
+    }
+
+
+def itemised(items: Mapping[str, int], *, world: World) -> list[str]:
+    """The estimate line by line, and what is there."""
+    lines = [f"{size / 2**30:9.2f} GiB  {name}" for name, size in items.items() if size]
+    there = ""
+    if world.device.type == "cuda":
+        there = f", the GPU has {torch.cuda.get_device_properties(world.device).total_memory / 2**30:.2f} GiB"
+    return [
+        *lines,
+        f"{sum(items.values()) / 2**30:9.2f} GiB  on each of {world.size} ranks, estimated{there}",
+    ]
+
+
+def recomputed(config: Config, *, layers: int) -> tuple[float, float]:
+    """Shares of the layers that compute all again in the backward pass, and all but matrix products."""
+    model = config.model
+    first = layers - model.keep_layers - model.whole_layers
+    full = len(range(0, first, model.checkpointing)) if model.checkpointing else 0
+    return full / layers, model.keep_layers / layers
