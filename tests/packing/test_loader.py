@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shard_sets import bins_of, buffers, make_set
 from torch.utils.data import DataLoader
 
 from packing.buffer import PackedBuffer, unpack
@@ -29,7 +30,6 @@ from packing.loader import (
     epoch_order,
 )
 from packing.shards import ShardSet, ShardWriter, open_shards
-from tests.packing.shard_sets import bins_of, buffers, make_set
 
 CAPACITY = 64
 BINS = [[5, 3], [64], [1], [20, 20, 20], [1, 1, 1, 1], [33], [2, 60], [7], [10, 50], [64], [9, 9, 9]]
@@ -106,7 +106,7 @@ def test_examples_come_back_from_a_batch(bins: Any, fixed: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 129, 5000])
 def test_any_number_of_examples(count: int, tmp_path: Path) -> None:
-    """Buffers of one example, of 129 (a peer breaks at 128) and of 5,000 tiny ones go from disk to a batch."""
+    """Buffers of one example, of 129 (a peer breaks at 128) and of 5,000 tiny ones go to a batch."""
     bins = [[1] * count, [2] * count]
     dataset = PackedDataset(make_set(tmp_path / "set", bins, capacity=16_384))
     batch = collate([dataset[0], dataset[1]])
