@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -349,14 +349,14 @@ def pinned_date(date: str) -> Callable[[str], str]:
     return moment.strftime
 
 
-def _pieces(changes: Sequence[tuple[int, int]], offsets: Sequence[int]) -> Iterable[Piece]:
-    """Cuts the text where the message at hand changes; changes at one place merge."""
-    start, message = 0, -1
-    for printed, following in changes:
-        end = offsets[printed]
-        if end > start and following != message:
-            yield Piece(start, end, message)
-            start = end
-        message = following
-    if offsets[-1] > start:
-        yield Piece(start, offsets[-1], message)
+def _pieces(changes: Sequence[tuple[int, int]], offsets: Sequence[int]) -> list[Piece]:
+    """The text cut where the message at hand changes; what prints nothing makes no cut."""
+    pieces: list[Piece] = []
+    ends = [offsets[printed] for printed, _ in changes[1:]] + [offsets[-1]]
+    for (printed, message), end in zip(changes, ends, strict=True):
+        start = offsets[printed]
+        if pieces and pieces[-1].message == message:
+            start = pieces.pop().start
+        if end > start:
+            pieces.append(Piece(start, end, message))
+    return pieces
