@@ -93,7 +93,8 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
         OptionError: the model names none.
     """
     names = set(model._no_split_modules or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
+    # Along the classes it derives from: binding, compiling and sharding all put a subclass in front.
+    found = [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
     if not found:
         raise OptionError(f"{type(model).__name__} names no layers to shard (_no_split_modules)")
     return found

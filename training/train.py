@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,8 @@ def build(config: Config, model_config: PretrainedConfig, world: World) -> Super
     model = skeleton(model_config, precision=precision(config, world))
     chosen = {} if wanted.delta_rule == "auto" else {"delta rule": wanted.delta_rule}
     kernels.bind(model, kernels=wanted.kernels, device=device.type, choose=chosen)
-    if wanted.fused == "yes" or (wanted.fused == "auto" and device.type == "cuda"):
+    here = device.type == "cuda" and find_spec("liger_kernel") is not None
+    if wanted.fused == "yes" or (wanted.fused == "auto" and here):
         fuse(model)
     layers = blocks(model)
     recompute(
