@@ -93,6 +93,7 @@ def main(words: Sequence[str] | None = None) -> int:
         work = Path(folder)
         lengths = prepare(work, args=args, model=model, plans=plans)
         results |= {"lengths": lengths, "model": model, "machine": _machine(), "code": _code()}
+        problems = 0
         for rung, planned in zip(rungs, plans, strict=True):
             left = None if args.deadline_s is None else args.deadline_s - (time.monotonic() - began)
             if left is not None and left < planned["least"]:
@@ -103,10 +104,12 @@ def main(words: Sequence[str] | None = None) -> int:
             row = climb(rung, planned, work=work, gpus=args.gpus, seconds=left)
             price.judge(row, model=model, lengths=lengths, gpus=row["gpus"], machine=results["machine"])
             print(f"rung {rung.name}: {report.line(row)}", flush=True)
+            problems += "problem" in row
             _merge(results, rung, row)
             save(name, results, packages=PACKAGES)
-    report.write(_place(name))
-    return 0 if all("problem" not in row for row in results["rungs"].values()) else 1
+    if _place(name).exists():
+        report.write(_place(name))
+    return 1 if problems else 0
 
 
 PACKAGES = [

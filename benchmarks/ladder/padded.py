@@ -19,9 +19,10 @@ from packing.example import IGNORE_INDEX, Example
 from packing.loader import OrderOptions, PackedSampler
 from training.config import Config
 from training.metrics import FILE
-from training.model import blocks, materialise, read_config, recompute
+from training.model import blocks, ends, materialise, read_config
 from training.optim import clip, make_optimizer
 from training.parallel import World, join, on_device, shard
+from training.recompute import recompute
 from training.train import precision
 
 
@@ -102,7 +103,9 @@ def train(config: Config, *, in_order_of_length: bool) -> None:
         shard(
             root,
             layers,
+            ends=ends(model),
             world=world,
+            parallel=config.parallel,
             precision=kind,
             materialise=partial(materialise, model=model, device=world.device, seed=config.run.seed),
             whole=lambda _: set(),
