@@ -109,23 +109,10 @@ class _Words:
 
 # Each letter is a message; A is the probed turn: s(ystem), u(ser), a(ssistant), c(all), t(ool reply).
 _PLAIN = (
-    "uA",
-    "uAu",
-    "uAua",
-    "suA",
-    "suAua",
-    "uauA",
-    "uauAua",
-    "sA",
-    "sAua",
-    "A",
-    "Aua",
-    "uaA",
-    "uAa",
-    "uctA",
-    "uctAua",
+    *("uA", "uAu", "uAua", "uauA", "uauAua", "uaA", "uAa"),
+    *("suA", "suAua", "sA", "sAua", "usA", "uasuA", "uAsua", "A", "Aua"),
+    *("uAta", "uctA", "uctAua", "ucttA", "uctctA", "uauctA"),
 )
-_PLAIN_MORE = ("ucttA", "uctctA", "uauctA", "usA", "uasuA")
 _CALLS = ("uA", "uAta", "uAtaua", "uauAta", "uctAta", "uctA", "uAtta")
 
 
@@ -292,7 +279,7 @@ def _find_call_dialect(template: ChatTemplate, dialect: Dialect, words: _Words) 
 
 def _observe_all(template: ChatTemplate, dialect: Dialect, renders: frozenset[str]) -> Iterator[_Observation]:
     kinds: list[tuple[Sequence[str], dict[str, Any]]] = [
-        (_PLAIN + (_PLAIN_MORE if "tool_calls" in renders else ()), {}),
+        (_PLAIN, {}),
         (_PLAIN, {"reasoning": True}),
     ]
     if "tool_calls" in renders:

@@ -88,10 +88,11 @@ def _regions(render: Render, messages: Sequence[Message]) -> list[Region | None]
             continue
         if number >= 0:
             before = regions[number]
-            if number < reached or (before is not None and before[1] < printed):
+            system = messages[number]["role"] == "system"  # these may be moved to the front
+            if (number < reached and not system) or (before is not None and before[1] < printed):
                 raise _uncertain(number, "its text stands in several places, or not in the messages' order")
             regions[number] = (start if before is None else before[0], end)
-            reached = number
+            reached = reached if system else number
         printed = end
     return regions
 
@@ -104,12 +105,14 @@ def _check_texts(
         text = message["content"].strip()
         if message["role"] == "assistant" or not text:
             continue
-        region = regions[number]
+        region, before = regions[number], regions[number - 1] if number else None
         if region is not None and _printed(text, render.text[slice(*region)]):
-            continue
-        if not any(_printed(text, place) for place in _elsewhere(render, regions, messages)):
+            moved = before is not None and region[0] < before[0]
+        elif any(_printed(text, place) for place in _elsewhere(render, regions, messages)):
+            moved = number > 0 and message["role"] == "system"
+        else:
             raise _lost(number, f"the {message['role']}'s text is left out or changed")
-        if message["role"] == "system" and number:
+        if moved:
             notes.append(Note.SYSTEM_MOVED)
 
 
