@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -59,23 +60,25 @@ def clip(parameters: Iterable[nn.Parameter], *, limit: float) -> Tensor:
     """Scales the gradients down to the limit where their common norm is above it; 0 leaves them.
 
     Returns:
-        The norm before, over all ranks and parameters, a scalar on the device.
+        The norm before, over all ranks and parameters, an fp32 scalar on the device.
     """
-    sharded: list[nn.Parameter] = []
-    whole: list[nn.Parameter] = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            (sharded if isinstance(parameter.grad, DTensor) else whole).append(parameter)
-    norms = [
-        torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], foreach=True)
-        for group in (sharded, whole)
-        if group
-    ]
-    total: Tensor = torch.stack(
-        [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    ).norm()
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
+    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
+    squares = _sum_of_squares(shards, device=grads[0].device)
+    for mesh in {grad.device_mesh for grad in grads if isinstance(grad, DTensor)}:
+        dist.all_reduce(squares, group=mesh.get_group("shard"))
+    norm = (squares + _sum_of_squares(whole, device=grads[0].device)).sqrt()
     if limit:
-        for group in (sharded, whole):
-            if group:
-                torch.nn.utils.clip_grads_with_norm_(group, limit, total, foreach=True)
-    return total
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        for tensors in (shards, whole):
+            if tensors:
+                torch._foreach_mul_(tensors, scale)
+    return norm
+
+
+def _sum_of_squares(tensors: list[Tensor], *, device: torch.device) -> Tensor:
+    """fp32 scalar; bf16 gradients are squared and added in fp32, which torch's own total norm does not."""
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum()
