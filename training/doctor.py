@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import statistics
 import sys
@@ -120,6 +121,8 @@ def run_doctor(
         device: "cuda" or "cpu"; None means CUDA if there is one.
     """
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    # cuBLAS reads it at its first call, and the proof asks for sums in a fixed order.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     packages = [probe(name) for name in PACKAGES]
     patient = _Patient(place, kernels)
     patient.check_packages(packages)

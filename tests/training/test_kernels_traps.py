@@ -191,7 +191,7 @@ def test_flash_qla_serves_heads_of_128(hopper: None, monkeypatch: pytest.MonkeyP
     [
         ("Qwen3.5", 128, {"fla": package(), "tilelang": None}, "tilelang can't stand in"),
         ("Qwen3.5", 64, {"fla": package(), "tilelang": package()}, "head dims 33 to 64 are wrong"),
-        ("Bamba", None, {"fla": package(), "tilelang": package()}, r"state space: fla: .*triton>=3.7.1"),
+        ("Bamba", None, {"fla": package(), "tilelang": None}, r"state space: fla: .*triton>=3.7.1"),
     ],
 )  # fmt: skip
 def test_the_triton_fault_on_hopper_is_refused(
@@ -305,3 +305,11 @@ def test_a_broken_package_is_reported_with_its_cause(tmp_path: Path, monkeypatch
     assert probe("torn").cause == "OSError: libcudart.so.12: cannot open shared object file"
     assert probe("nowhere_to_be_found").cause == "not installed"
     assert probe("torch").cause is None
+
+
+def test_mamba_2_goes_through_tilelang_in_fp32(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where triton's backward is wrong, the state space takes the detour that tilelang's kernel accepts."""
+    pretend(monkeypatch, fla=package(), tilelang=package(), causal_conv1d=package())
+    rows = {row.part: row for row in describe(bind(published("Bamba"), device="cuda"))}
+    assert rows["state space"].bound == "fla, in fp32"
+    assert rows["state space"].origin == "training.kernels.recurrence.fla_state_space_fp32"

@@ -94,7 +94,10 @@ _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 
 
 
 _WIDE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
-_GDN_HEADS = {**_WIDE, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256}
+_GDN_HEADS = {
+    **_WIDE, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 48,  # others take tilelang minutes
+}  # fmt: skip
 _OLMO_HEADS = {**_WIDE, "linear_key_head_dim": 96, "linear_value_head_dim": 192, "hidden_size": 512}
 _KIMI_HEADS = {
     **_WIDE, "linear_head_dim": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "v_head_dim": 128,

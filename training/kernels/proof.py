@@ -110,11 +110,8 @@ def isolation(model: Any, seq_lengths: Sequence[int], *, replaced: int, seed: in
 
 @contextmanager
 def _repeatable(model: Any) -> Iterator[None]:
-    """On CUDA has FlashAttention's backward add up in a fixed order, so that 0.0 can be asked for.
-
-    Not for models with experts: counting the tokens of each has no such implementation in torch.
-    """
-    if next(model.parameters()).device.type != "cuda" or _routers(model):
+    """On CUDA has FlashAttention's backward add up in a fixed order, so that 0.0 can be asked for."""
+    if next(model.parameters()).device.type != "cuda":
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it in this mode
@@ -170,9 +167,9 @@ def _recording(model: Any, routing: list[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _replaying(model: Any, routing: list[torch.Tensor]) -> Iterator[None]:
+def _replaying(model: Any, routing: Sequence[torch.Tensor]) -> Iterator[None]:
     """Has each router pick the experts that it picked when they were recorded."""
-    kept = iter(list(routing))
+    kept = iter(tuple(routing))
     handles = [
         router.register_forward_hook(lambda module, args, output: (*output[:-1], next(kept)))
         for router in _routers(model)
@@ -185,16 +182,27 @@ def _replaying(model: Any, routing: list[torch.Tensor]) -> Iterator[None]:
 
 
 def alone(model: Any, seq_lengths: Sequence[int], *, seed: int = 0) -> Apart:
-    """One packed run of all examples against one run of each by itself, logits and gradients."""
+    """One packed run of all examples against one run of each by itself, logits and gradients.
+
+    Experts are given the packed run's routing: a near tie decided the other way is no leak.
+    """
     device = next(model.parameters()).device
     tokens = _tokens(model, seq_lengths, seed)
     weights = _weights(model, len(tokens), device, seed)
-    together = _step(model, make_batch(tokens, seq_lengths, device=device), weights)
+    routing: list[torch.Tensor] = []
+    with _recording(model, routing):
+        together = _step(model, make_batch(tokens, seq_lengths, device=device), weights)
     logits: list[torch.Tensor] = []
     gradients: dict[str, torch.Tensor] = {}
     sizes = list(seq_lengths)
-    for ids, part in zip(torch.split(tokens, sizes), torch.split(weights, sizes), strict=True):
-        single, single_gradients = _step(model, make_batch(ids, [len(ids)], device=device), part)
+    routings = (
+        zip(*(torch.split(picked, sizes) for picked in routing), strict=True)
+        if routing
+        else ((),) * len(sizes)
+    )
+    for ids, part, own in zip(torch.split(tokens, sizes), torch.split(weights, sizes), routings, strict=True):
+        with _replaying(model, own):
+            single, single_gradients = _step(model, make_batch(ids, [len(ids)], device=device), part)
         logits.append(single)
         for name, gradient in single_gradients.items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
@@ -202,12 +210,16 @@ def alone(model: Any, seq_lengths: Sequence[int], *, seed: int = 0) -> Apart:
 
 
 def difference(model: Any, reference: Any, seq_lengths: Sequence[int], *, seed: int = 0) -> Apart:
-    """A model against a reference with the same weights in fp32, on the same packed buffer."""
+    """A model against a reference with the same weights in fp32, on the same packed buffer and routing."""
     device = next(model.parameters()).device
     tokens = _tokens(model, seq_lengths, seed)
     weights = _weights(model, len(tokens), device, seed)
     batch = make_batch(tokens, seq_lengths, device=device)
-    return _apart(_step(model, batch, weights), _step(reference, batch, weights))
+    routing: list[torch.Tensor] = []
+    with _recording(reference, routing):
+        theirs = _step(reference, batch, weights)
+    with _replaying(model, routing):
+        return _apart(_step(model, batch, weights), theirs)
 
 
 def _tokens(model: Any, seq_lengths: Sequence[int], seed: int) -> torch.Tensor:

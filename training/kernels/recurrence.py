@@ -227,6 +227,23 @@ def fla_state_space(
     return out if D is None else (out + D[:, None] * hidden_states).to(out.dtype)
 
 
+def fla_state_space_fp32(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """The same in fp32, for Hopper with a triton whose backward is wrong.
+
+    The backward keeps its states in fp32, and tilelang's kernel, which stands in for triton's there, wants
+    all inputs in the states' dtype. Costs twice the memory traffic.
+    """
+    out = fla_state_space(hidden_states.float(), dt, A, B.float(), C.float(), **options)
+    return out.to(hidden_states.dtype)
+
+
 # --- the choice --------------------------------------------------------------------------------------------
 
 _FUSED: dict[str, dict[str, Rule]] = {
@@ -265,6 +282,8 @@ def choose(
         if wanted not in (None, choice):
             continue
         cause = _qla_unserved(where, dims) if choice == "flash-qla" else _fla_unserved(what, where, dims)
+        if cause is None and what == STATE_SPACE and where.triton_fault:
+            return f"{choice}, in fp32", fla_state_space_fp32
         if cause is None:
             return choice, function
         causes[choice] = cause
@@ -295,9 +314,7 @@ def _fla_unserved(what: str, where: Machine, dims: tuple[int, int]) -> str | Non
         return package.cause
     if not where.triton_fault or what == KIMI_DELTA:  # KDA's backward does not use the faulty kernel
         return None
-    if what == STATE_SPACE:  # its backward keeps states in fp32, which tilelang's kernel does not take
-        return f"the backward is wrong with triton {where.triton} on Hopper: install triton>=3.7.1"
-    if any(32 < dim <= 64 for dim in dims):
+    if what == DELTA_RULE and any(32 < dim <= 64 for dim in dims):
         return f"head dims 33 to 64 are wrong with triton {where.triton} on Hopper: install triton>=3.7.1"
     if (package := probe("tilelang")).cause is not None:
         return (
