@@ -67,7 +67,6 @@ class AtomicFolder:
         self._force = force
         self._may_replace = may_replace
         with writing(self.target):
-            self._check_target()
             self._lock: int | None = self._own()
             try:
                 self._restore()
