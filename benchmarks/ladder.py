@@ -102,7 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 )
                 continue
             row = climb(rung, planned, work=work, gpus=args.gpus, seconds=left)
-            price.judge(row, model=model, lengths=lengths, gpus=row["gpus"], machine=results["machine"])
+            price.judge(row, lengths=lengths, machine=results["machine"])
             print(f"rung {rung.name}: {report.line(row)}", flush=True)
             problems += "problem" in row
             _merge(results, rung, row)
@@ -180,7 +180,7 @@ def prepare(
         probes=args.gpus,
         vocabulary=model["vocab_size"],
     )
-    return data.facts(lengths, work / "shards", source=args.lengths)
+    return data.facts(lengths, work=work, source=args.lengths)
 
 
 def climb(

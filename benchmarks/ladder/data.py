@@ -102,12 +102,23 @@ def _probe(buffer: PackedBuffer) -> PackedBuffer:
     )
 
 
-def facts(lengths: NDArray[np.int64], shards: Path, *, source: str | None) -> dict[str, Any]:
-    """What the report says of the lengths; `squares` is Σ L² over Σ L of the buffers used."""
-    used = open_shards(shards).seq_lengths.astype(np.int64)
+def facts(lengths: NDArray[np.int64], *, work: Path, source: str | None) -> dict[str, Any]:
+    """What the report says of the lengths, and the model's FLOPs for a token of them.
+
+    Args:
+        lengths: All of them.
+        work: Folder with `shards` and `model.json`.
+        source: Where they come from.
+    """
+    from training.config import Model
+    from training.cost import flops
+    from training.model import read_config
+
+    used = open_shards(work / "shards").seq_lengths
+    config = read_config(Model(config=str(work / "model.json")), vocabulary=0)
     return {
         "source": "like ultrachat_200k's" if source is None else Path(source).name,
         "mean": float(lengths.mean()),
-        "squares": float((used**2).sum() / used.sum()),
         "conversations": CONVERSATIONS,
+        "flops_per_token": flops(config, used) / float(used.sum()),
     }

@@ -64,8 +64,6 @@ class Shape:
     vocabulary: int
     tied: bool
     layers: tuple[Layer, ...]
-    attention: int
-    """Width of all query heads over all attention layers: FLOPs of attention are in proportion."""
 
     @property
     def blocks(self) -> int:
@@ -119,7 +117,6 @@ def shape(config: Mapping[str, Any]) -> Shape | None:
     )
     return Shape(
         hidden=h,
-        attention=full_ones * heads,
         vocabulary=config["vocab_size"],
         tied=config["tie_word_embeddings"],
         layers=tuple(layer for layer in (delta, full) if layer.count),
@@ -346,29 +343,22 @@ def table(model: Mapping[str, Any], *, capacity: int) -> str:
     return "\n".join(rows)
 
 
-PEAKS = {"H200": PEAK, "H100": PEAK, "A100": 312e12, "B200": 2250e12}
-"""Dense bf16 FLOP/s by the vendors' data sheets."""
-
-
-def judge(
-    row: dict[str, Any], *, model: Mapping[str, Any], lengths: Mapping[str, Any], gpus: int, machine: str
-) -> None:
+def judge(row: dict[str, Any], *, lengths: Mapping[str, Any], machine: str) -> None:
     """Adds to a measured row what follows from it: `mfu`, `hfu`, and `hours` for the whole data set.
 
-    MFU counts 6 FLOPs a token and parameter of the matrices, and attention by Σ L². HFU counts what was
-    computed: padded slots and recomputed products too.
+    MFU counts what the model needs, attention by Σ L². HFU counts what was computed: padded slots and
+    recomputed products too.
     """
     if "step_s" not in row:
         return
+    from training.cost import PEAK as PEAKS
+
     speed = row["real_tokens_per_s_per_gpu"]
-    row["hours"] = lengths["conversations"] * lengths["mean"] / (speed * gpus) / 3600
-    sizes, peak = shape(model), next((peak for name, peak in PEAKS.items() if name in machine), None)
-    if sizes is None or peak is None:
+    row["hours"] = lengths["conversations"] * lengths["mean"] / (speed * row["gpus"]) / 3600
+    peak = next((peak for name, peak in PEAKS.items() if name in machine), None)
+    if peak is None:
         return
-    attention = (
-        6 * sizes.attention * lengths["squares"]
-    )  # causal: half of all pairs, two products, three times
-    row["mfu"] = speed * (6 * (sizes.blocks + sizes.head) + attention) / peak
+    row["mfu"] = speed * lengths["flops_per_token"] / peak
     if row["price"]:
         row["hfu"] = (
             row["mfu"] * row["price"]["hardware_flops"] / (row["fill"] if row["kind"] == "padded" else 1)

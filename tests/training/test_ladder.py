@@ -17,8 +17,9 @@ sys.path.insert(0, str(BENCHMARKS))
 from ladder import padded, price, result, trace  # noqa: E402
 from ladder.rungs import BY_NAME, RUNGS, settings_of  # noqa: E402
 
+from training.config import load  # noqa: E402
+
 RUN = ["1", "2s", "3", "4d"]
-OWN = ["--set", "4d:model.keep_layers=2", "--set", "4d:model.whole_layers=1"]
 
 
 def ladder(out: Path, *words: str) -> str:
@@ -39,16 +40,8 @@ def climbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths.write_text(" ".join(map(str, np.random.default_rng(0).integers(16, 120, 300))), "utf-8")
     words = ["--gpus", "2", "--steps", "2", "--lengths", str(lengths)]
     ladder(out, *words, "--rungs", "1,2s", "--anchor-steps", "1")
-    ladder(
-        out,
-        *words,
-        "--rungs",
-        "3,4d,4g",
-        "--set",
-        "4d:model.keep_layers=2",
-        "--set",
-        "4d:model.whole_layers=1",
-    )
+    kept = ["--set", "4d:model.keep_layers=2", "--set", "4d:model.whole_layers=1"]
+    ladder(out, *words, "--rungs", "4d", *kept)
     return out
 
 
@@ -59,7 +52,7 @@ def rows(climbed: Path) -> dict[str, Any]:
 
 
 def test_every_rung_is_there(rows: dict[str, Any]) -> None:
-    """Pieces join in one file, each rung with the steps asked for; of the anchor's runs the longer stays."""
+    """Pieces join in one file, each rung with the steps asked for; the anchor's longer run stays."""
     assert sorted(rows) == sorted(RUN)
     for name, row in rows.items():
         assert "problem" not in row, name
@@ -71,7 +64,7 @@ def test_every_rung_is_there(rows: dict[str, Any]) -> None:
 
 
 def test_losses_and_gradients_agree(rows: dict[str, Any]) -> None:
-    """On the same examples from the same weights every rung has the loss of rung 1, and its first gradient."""
+    """On the same examples from the same weights every rung has rung 1's loss and first gradient."""
     first = rows["1"]
     for name, row in rows.items():
         assert row["probe_loss"] == pytest.approx(first["probe_loss"], rel=1e-5), name
@@ -92,10 +85,10 @@ def test_fill(rows: dict[str, Any]) -> None:
 def test_table_and_picture(climbed: Path, rows: dict[str, Any]) -> None:
     """The table has a line a rung with its speed over rung 1's, and the dearest operations."""
     text = (climbed / "ladder-tiny-2cpu.md").read_text()
-    lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
+    rows_of = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
     for name in RUN:
         ratio = rows[name]["real_tokens_per_s_per_gpu"] / rows["1"]["real_tokens_per_s_per_gpu"]
-        assert f"| {ratio:.2f} |" in lines[name]
+        assert f"| {ratio:.2f} |" in rows_of[name]
     assert "## Rung 4d" in text
     assert (climbed / "ladder-tiny-2cpu.png").read_bytes().startswith(b"\x89PNG")
 
@@ -130,6 +123,18 @@ def test_prices_of_the_27b_shape() -> None:
     assert foreseen is not None
     assert 0 < settings["model.keep_layers"] < 64
     assert foreseen["peak_gib"] * 2**30 <= price.FILLED * price.CAPACITY
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_every_setting_is_one_that_the_trainer_knows(cuda: bool, tmp_path: Path) -> None:
+    """A renamed key of the trainer's configuration shows here, not on borrowed GPUs."""
+    model = json.loads((BENCHMARKS / "configs/ladder-27b.json").read_text())
+    for rung in RUNGS:
+        settings = settings_of(rung, cuda=cuda) | {"model.precision": "bf16", "data.shards": "shards"}
+        price.foresee(settings, rung=rung, model=model, gpus=2, capacity=8192)
+        overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        (tmp_path / "run.toml").write_text('[model]\nconfig = "model.json"\n')
+        load(tmp_path / "run.toml", overrides=overrides)
 
 
 def test_every_rung_builds_on_one_above() -> None:
