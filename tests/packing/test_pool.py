@@ -91,3 +91,16 @@ def test_the_environment_is_as_before(monkeypatch):
 
 def parallelism(_):
     return os.environ.get("TOKENIZERS_PARALLELISM")
+
+
+def test_workers_leave_signals_to_the_parent():
+    """Ctrl-C reaches every process of a terminal: only the parent answers, and it cleans up."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert set(map_in_order(handlers, [1, 2], workers=2)) == {(signal.SIG_IGN, signal.SIG_DFL)}
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def handlers(_):
+    return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
