@@ -1,6 +1,8 @@
 """The command: `torchrun --standalone --nproc-per-node N -m training run.toml [--set key=value]`.
 
-`python -m training check RUN --eval-ratio R` reads a finished run's metrics.
+python -m training check RUN --eval-ratio R     compares evaluation losses at start and end
+python -m training export CHECKPOINT OUT        writes a directory that from_pretrained opens
+python -m training plot RUN                     draws the metrics
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from training.data import PadfreeError
 from training.faults import SIGNALLED, Signalled
 
-COMMANDS = ("run", "check")
+COMMANDS = ("run", "check", "export", "plot")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,6 +36,14 @@ def parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="compare a run's evaluation losses at its start and end")
     check.add_argument("run", metavar="RUN", help="run directory")
     check.add_argument("--eval-ratio", type=float, required=True, metavar="R")
+    export = commands.add_parser("export", help="write a checkpoint as a Hugging Face directory")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="or a run directory: its newest")
+    export.add_argument("out", metavar="OUT")
+    export.add_argument("--tokenizer", metavar="DIR", help="directory whose tokenizer is copied")
+    export.add_argument("--dtype", metavar="DTYPE", help="bfloat16, float16 or float32; else as stored")
+    plot = commands.add_parser("plot", help="draw a run's loss, speed and learning rate")
+    plot.add_argument("run", metavar="RUN", help="run directory")
+    plot.add_argument("--out", metavar="FILE", help="default: RUN/metrics.svg")
     return main
 
 
@@ -55,6 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             text, holds = compare_evals(arguments.run, limit=arguments.eval_ratio)
             print(text)
             return 0 if holds else 1
+        if arguments.command == "export":
+            from training.export import export
+
+            print(
+                export(
+                    arguments.checkpoint, arguments.out, tokenizer=arguments.tokenizer, dtype=arguments.dtype
+                )
+            )
+            return 0
+        if arguments.command == "plot":
+            from training.metrics import plot
+
+            print(plot(arguments.run, out=arguments.out))
+            return 0
         from training.config import load
 
         profile = [f'run.profile="{arguments.profile}"'] if arguments.profile else []

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -28,6 +30,7 @@ FOLDER = "checkpoints"
 TRAINER = "trainer.json"
 FORMAT = 1
 _INCIDENTAL = ("transformers_version", "_name_or_path", "dtype", "use_cache")  # no part of the mathematics
+_MODEL = "model."
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # names that fit any number of ranks
 
 
@@ -126,6 +129,39 @@ def load(checkpoint: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer
         raise ResumeError(f"{checkpoint}: can't be loaded: {_first_line(error)}") from error
     # The model's tensors were filled in place; the optimizer's are handed over.
     set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=_FLAT)
+
+
+def model_sizes(checkpoint: Path) -> dict[str, int]:
+    """The model's tensors by name, and how many bytes each has."""
+    return {
+        name: meta.size.numel() * meta.properties.dtype.itemsize
+        for name, meta in _model_metadata(checkpoint).items()
+    }
+
+
+def read_model(checkpoint: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Some of the model's tensors, whole, in one process.
+
+    Raises:
+        ResumeError: damaged.
+    """
+    metadata = _model_metadata(checkpoint)
+    wanted = {
+        f"{_MODEL}{name}": torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
+        for name in names
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is meant to be, here
+            load_tensors(wanted, checkpoint_id=str(checkpoint), no_dist=True)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise ResumeError(f"{checkpoint}: can't be loaded: {_first_line(error)}") from error
+    return {key.removeprefix(_MODEL): value for key, value in wanted.items()}
+
+
+def _model_metadata(checkpoint: Path) -> dict[str, Any]:
+    stored = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    return {key.removeprefix(_MODEL): meta for key, meta in stored.items() if key.startswith(_MODEL)}
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

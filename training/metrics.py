@@ -150,3 +150,43 @@ def compare_evals(directory: str, *, limit: float) -> tuple[str, bool]:
         f"{after / before:.2f} times, at most {limit:g} wanted",
         after <= limit * before,
     )
+
+
+def plot(directory: str, *, out: str | None = None) -> str:
+    """Draws loss, gradient norm, learning rate and speed over the steps.
+
+    Returns:
+        Where the picture is.
+
+    Raises:
+        InputError: no metrics, or matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("a plot needs matplotlib: pip install matplotlib") from error
+    lines = read(Path(directory) / FILE)
+    train, evals = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
+    if not train:
+        raise InputError(f"{directory}: no step in {FILE} yet")
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True).flat
+    for axes, (key, title) in zip(
+        panels,
+        {
+            "loss": "loss",
+            "grad_norm": "gradient norm",
+            "lr": "learning rate",
+            "real_tokens_per_s": "real tokens/s, all ranks",
+        }.items(),
+        strict=True,
+    ):
+        axes.plot([line["step"] for line in train], [line[key] for line in train], label="train")
+        if key == "loss" and evals:
+            axes.plot([e["step"] for e in evals], [e["loss"] for e in evals], "o-", label="held out")
+            axes.legend()
+        axes.set_title(title)
+        axes.grid(alpha=0.3)
+    target = out or str(Path(directory) / "metrics.svg")
+    figure.savefig(target)
+    return target

@@ -311,3 +311,54 @@ def test_partial_checkpoint_is_never_resumed_from(words: Callable[..., list[str]
     (folder / "step-00000003").rename(folder / ".step-00000003.partial")
     assert main(words("schedule.steps=4", flags=("--resume",))) == 0
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+
+
+def test_sigterm_saves_and_leaves_with_a_status_of_its_own(
+    words: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """The run ends after the step at hand with 85, and goes on as if never stopped."""
+    process = launch(1, words("checkpoint.every=0", run="cut"))
+    deadline = time.monotonic() + 240
+    while not ((tmp_path / "cut" / "metrics.jsonl").exists() and 2 in losses(tmp_path / "cut")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 85, output
+    assert "SIGTERM after step" in output
+    taken = max(losses(tmp_path / "cut"))
+    assert taken < 30
+    assert main(words("checkpoint.every=0", "run.steps=30", run="cut", flags=("--resume",))) == 0
+    assert main(words("checkpoint.every=0", f"run.steps={taken + 2}", run="whole")) == 0
+    whole, cut = losses(tmp_path / "whole"), losses(tmp_path / "cut")
+    assert {step: cut[step] for step in whole} == whole
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_examples(
+    words: Callable[..., list[str]], tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default it ends with one line and the batch; with skip the step changes no weight."""
+    model = Qwen3ForCausalLM(tiny_qwen3())
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:40] = torch.nan  # whatever meets one of these words
+    model.save_pretrained(tmp_path / "weights")
+    here = (f"model.weights={tmp_path / 'weights'}", "model.config=", "schedule.steps=2")
+    refused(words(*here), capsys, "step 1: loss nan", "run.nonfinite=skip")
+    folder = tmp_path / "run" / "nonfinite"
+    found = json.loads((folder / "step-00000001-rank-0.json").read_text())
+    (numbers,) = found["example_ids"]
+    (inputs,) = torch.load(folder / "step-00000001-rank-0.pt")
+    ids = torch.cat([torch.tensor(open_shards(shards).example(n).input_ids) for n in numbers])
+    assert inputs["input_ids"][0, : len(ids)].tolist() == ids.tolist()
+    assert main(words(*here, "run.nonfinite=skip", run="skip")) == 0
+    lines = [line for line in read(tmp_path / "skip" / "metrics.jsonl") if line["kind"] == "train"]
+    assert all(line["loss"] != line["loss"] for line in lines)
+    from safetensors.torch import load_file
+
+    from training.checkpoint import newest, read_model
+
+    saved = newest(tmp_path / "skip" / "checkpoints")
+    assert saved
+    before = load_file(tmp_path / "weights" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(read_model(saved, ["lm_head.weight"])["lm_head.weight"], before)

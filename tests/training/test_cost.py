@@ -1,0 +1,98 @@
+"""What a step costs: operations by hand-counted examples, memory against a measured run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
+
+from training.config import Config, Data, Model, Optim, Parallel
+from training.cost import Work, flops, price, recomputed, work
+from training.model import skeleton
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+
+
+def test_attention_counts_pairs_within_examples() -> None:
+    """Two examples of 3 and 5 tokens have 6 + 15 pairs, 5 + 9 in a window of 2, wherever they are packed."""
+    for window, pairs in ((0, 21), (2, 14)):
+        counted = Work(layer_products=0, head_products=0, attention=((10, window),), recurrence=0)
+        assert counted.step([3, 5]) == 3 * 2 * 10 * pairs
+        assert counted.step([3]) + counted.step([5]) == counted.step([5, 3])
+
+
+def test_operations_of_a_plain_model_by_hand() -> None:
+    """6 x weights in products x tokens, 12 x heads x width x pairs; embedding and norms count nothing."""
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
+    weights = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12) + 50 * 8
+    pairs = 3 * 4 // 2 + 7 * 8 // 2
+    assert flops(config, [3, 7]) == 6 * weights * 10 + 2 * 12 * (2 * 4) * pairs
+
+
+def test_operations_of_the_hybrid_at_27b() -> None:
+    """At Qwen3.5-27B's dimensions 25.6 billion weights are in products; the rest is the embedding."""
+    config = AutoConfig.for_model(**json.loads((CONFIGS / "ladder-27b.json").read_text()))
+    counted = work(skeleton(config, precision="bf16"))
+    assert counted.layer_products + counted.head_products == pytest.approx(25.6e9, rel=0.005)
+    assert len(counted.attention) == 16
+    assert counted.recurrence == 48 * 48 * 128 * 128
+    tokens = counted.step([8192])
+    assert counted.hardware([8192], recomputed=1, mixing_again=0) == pytest.approx(4 / 3 * tokens, rel=0.02)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_meets() -> None:
+    """Two of eight experts: a quarter of the experts' weights."""
+    config = Qwen3MoeConfig(
+        vocab_size=50,
+        hidden_size=8,
+        moe_intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    counted = work(skeleton(config, precision="fp32"))
+    experts = 2 * 3 * 8 * 12
+    assert abs(counted.layer_products - (8 * 8 + 2 * 8 * 4 + 8 * 8 + experts)) <= 8 * 8  # and the router
+
+
+def test_price_of_a_measured_run() -> None:
+    """27B in bf16 on two GPUs, all layers recomputing: measured 110.5 GiB at the fullest moment."""
+    config = Config(data=Data(shards=""), model=Model(config="x", precision="bf16"))
+    model = skeleton(
+        AutoConfig.for_model(**json.loads((CONFIGS / "ladder-27b.json").read_text())), precision="bf16"
+    )
+    items = price(config, model, ranks=2, capacity=8192, precision="bf16")
+    assert sum(items.values()) / 2**30 == pytest.approx(110.5, rel=0.1)
+    eight = Config(data=config.data, model=config.model, optim=Optim(states="8bit"))
+    saved = sum(items.values()) - sum(price(eight, model, ranks=2, capacity=8192, precision="bf16").values())
+    assert saved / 2**30 == pytest.approx(25, abs=1)
+    more = Config(data=Data(shards="", accumulation=2), model=config.model, parallel=Parallel())
+    assert price(more, model, ranks=2, capacity=8192, precision="bf16")[
+        "gradients kept whole over the micro-batches of a step"
+    ] / 2**30 == pytest.approx(100, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({}, (1.0, 0.0)),
+        ({"checkpointing": 0}, (0.0, 0.0)),
+        ({"checkpointing": 2}, (0.5, 0.0)),
+        ({"keep_layers": 2, "whole_layers": 1}, (0.625, 0.25)),
+    ],
+)
+def test_shares_that_recompute(options: dict[str, int], shares: tuple[float, float]) -> None:
+    """Of eight layers, those that compute all again and those that keep their products."""
+    model = Model(config="x", **options)  # type: ignore[arg-type]
+    assert recomputed(Config(data=Data(shards=""), model=model), layers=8) == shares

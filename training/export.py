@@ -1,0 +1,131 @@
+"""From a checkpoint to a directory that `AutoModelForCausalLM.from_pretrained` opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from training import checkpoint
+from training.data import InputError, OptionError, OutputError
+
+FILE_BYTES = 4 * 2**30
+"""A file of the export holds about so much; one file is what is in memory at a time."""
+
+INDEX = "model.safetensors.index.json"
+SMALL = (".json", ".jinja", ".txt", ".model", ".md")
+"""Endings of what is copied beside the weights: configuration, tokenizer, template, generation settings."""
+
+
+def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | None = None) -> str:
+    """Writes the weights of a checkpoint as safetensors, with what belongs to them.
+
+    A model that began from a Hugging Face directory gets that directory's configuration and tokenizer, its
+    names for the weights, and the weights that training left alone (a vision tower, multi-token heads).
+
+    Args:
+        source: A checkpoint, or a run directory, whose newest is taken.
+        out: Directory to make; it appears when it is whole.
+        tokenizer: Directory whose tokenizer files are copied; None takes those of the starting weights.
+        dtype: Of the weights: "bfloat16", "float16", "float32"; None as they are stored.
+
+    Returns:
+        A line that says what was written.
+
+    Raises:
+        InputError: no checkpoint, or no tokenizer there.
+        OutputError: the output is there already.
+        OptionError: no such dtype.
+    """
+    place = _checkpoint(Path(source))
+    trainer = checkpoint.read_trainer(place)
+    if dtype not in (None, "bfloat16", "float16", "float32"):
+        raise OptionError(f"--dtype {dtype} is none of bfloat16, float16, float32")
+    target, beside = Path(out), Path(out).with_name(f".{Path(out).name}.partial")
+    if target.exists():
+        raise OutputError(f"{target} exists: choose another name, or remove it")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+
+    began = Path(trainer["config"]["model"]["weights"] or os.devnull)
+    config = AutoConfig.for_model(**trainer["model"])
+    if (began / "config.json").exists():
+        _copy_small(began, beside)
+    else:
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        config.save_pretrained(beside)
+    if tokenizer is not None:
+        if not (Path(tokenizer) / "tokenizer_config.json").exists():
+            raise InputError(
+                f"{tokenizer}: no tokenizer_config.json; give a directory that holds a tokenizer"
+            )
+        _copy_small(Path(tokenizer), beside, but=("config.json", "generation_config.json"))
+
+    tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    cast = getattr(torch, dtype) if dtype else None
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, tensors in enumerate(_files(place, began, tied=tied), start=1):
+        name = f"model-{number:05d}.safetensors"
+        ready = {key: (value.to(cast) if cast else value).contiguous() for key, value in tensors.items()}
+        save_file(ready, beside / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(ready, name)
+        total += sum(value.nbytes for value in ready.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (beside / INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
+    os.replace(beside, target)
+    return f"{place} exported to {target}: {len(weight_map)} tensors, {total / 2**30:.2f} GiB"
+
+
+def _checkpoint(source: Path) -> Path:
+    if (source / checkpoint.TRAINER).exists():
+        return source
+    newest = checkpoint.newest(source / checkpoint.FOLDER)
+    if newest is None:
+        raise InputError(f"{source}: neither a checkpoint nor a run directory with one")
+    return newest
+
+
+def _files(place: Path, began: Path, *, tied: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
+    """Named tensors, file by file: the trained ones under their first names, then those left alone."""
+    stored = checkpoint.model_sizes(place)
+    original = {name: file for file in sorted(began.glob("*.safetensors")) for name in _names(file)}
+    names = {name: _first_name(name, original) for name in stored if name not in tied}
+    group: list[str] = []
+    size = 0
+    for name in names:
+        if group and size + stored[name] > FILE_BYTES:
+            yield {names[key]: value for key, value in checkpoint.read_model(place, group).items()}
+            group, size = [], 0
+        group.append(name)
+        size += stored[name]
+    yield {names[key]: value for key, value in checkpoint.read_model(place, group).items()}
+    untouched = [name for name in original if name not in names.values()]
+    for file in sorted({original[name] for name in untouched}):
+        with safe_open(file, framework="pt") as tensors:
+            yield {name: tensors.get_tensor(name) for name in untouched if original[name] == file}
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def _first_name(name: str, original: Mapping[str, Any]) -> str:
+    other = name.replace("model.", "model.language_model.", 1)
+    return other if other in original else name
+
+
+def _copy_small(source: Path, target: Path, *, but: tuple[str, ...] = ()) -> None:
+    for file in sorted(source.iterdir()):
+        if file.suffix in SMALL and file.name not in (INDEX, *but):
+            shutil.copy(file, target / file.name)
