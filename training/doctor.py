@@ -403,9 +403,12 @@ def _cell(checks: Sequence[Check], name: str) -> str:
     for check in checks:
         if check.state in ("refused", "fail"):
             return f"refused: {check.detail}"
-    figures = next(check.figures for check in checks if check.name == name)
+    figures = next((check.figures for check in checks if check.name == name), None)
+    if figures is None:
+        return "not run"
     if name == "isolation":
-        return f"{max(figures['logits'], figures['across']):.1f}"
+        worst = max(figures["logits"], figures["across"])
+        return f"{worst:g}" if worst else "0.0"
     return f"{figures['logits']:.0e}"
 
 
@@ -420,6 +423,15 @@ def write_families(readme: Path, table: str) -> None:
         raise KernelError(f"{readme} has no markers {BEGIN} and {END} to put the table between")
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     readme.write_text(f"{before}\n{table}\n{after}", "utf-8")
+
+
+def _saved(path: Path) -> Any:
+    """A diagnosis as `--json` prints it, or inside what `benchmarks/gpu_kernels.py` saved."""
+    try:
+        saved = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise KernelError(f"{path} is no saved diagnosis: {error}") from error
+    return saved["results"]["families"] if "results" in saved else saved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -439,7 +451,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--families", type=Path, metavar="README", help="write the table of families between its markers"
     )
     parser.add_argument(
-        "--cuda-result", type=Path, metavar="JSON", help="a saved `--json` of a CUDA machine, for the table"
+        "--cuda-result", type=Path, metavar="JSON", help="what a CUDA machine saved, for one more column"
     )
 
 
@@ -451,7 +463,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     diagnosis = run_doctor(arguments.target, kernels=arguments.kernels, warm=arguments.warm)
     if arguments.families:
-        fused = json.loads(arguments.cuda_result.read_text("utf-8")) if arguments.cuda_result else None
+        fused = _saved(arguments.cuda_result) if arguments.cuda_result else None
         write_families(arguments.families, families_table(diagnosis, fused=fused))
     print(json.dumps(diagnosis.as_json(), indent=1) if arguments.json else "\n".join(diagnosis.lines()))
     return diagnosis.exit_code

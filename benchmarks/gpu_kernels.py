@@ -1,0 +1,422 @@
+"""Kernel by kernel at 27B dimensions on one GPU: speed, distance from the floor, compilations, the proof.
+
+    python benchmarks/gpu_kernels.py                 every section, results/kernels.json, rewritten after each
+    python benchmarks/gpu_kernels.py speed compile   some of them
+    python benchmarks/gpu_kernels.py --dry-run       small sizes on a CPU: does the script still run?
+
+A section that fails is recorded with its error and the next one runs: a GPU is lent for minutes. The name is
+not kernels.py, which transformers would import in place of the package `kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import record as results
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_chunk_gated_delta_rule
+
+from training import doctor
+from training.kernels import attention, bind, convolution, make_batch, proof, recurrence, with_chunk_indices
+from training.kernels.families import FAMILIES, build, few_layers, tiny_config
+from training.kernels.packages import probe
+
+# One H200: bytes a second of its memory, dense bf16 operations a second.
+BANDWIDTH, OPERATIONS = 4.8e12, 989e12
+PACKAGES = (
+    "flash-linear-attention",
+    "fla-core",
+    "flash-qla",
+    "tilelang",
+    "causal-conv1d",
+    "liger-kernel",
+)
+
+# Qwen3.5-27B: what `padfree doctor` cuts to the layers that show each kind.
+WIDTH_27B = {
+    "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+    "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 65536,
+}  # fmt: skip
+WIDTH_DRY = {
+    **WIDTH_27B, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+
+
+class Bench:
+    """Sizes, device and clock of a run, real or dry."""
+
+    def __init__(self, *, dry: bool, budget: float) -> None:
+        self.dry = dry
+        self.device = "cpu" if dry else "cuda"
+        self.dtype = torch.float32 if dry else torch.bfloat16
+        self.width = WIDTH_DRY if dry else WIDTH_27B
+        self.capacity = 256 if dry else 8192
+        self.ends = time.monotonic() + budget
+
+    def lengths(self, seed: int, *, capacity: int | None = None) -> list[int]:
+        """A buffer of conversations as long as ultrachat_200k's, filled to capacity: mean 1,258 tokens."""
+        left = capacity or self.capacity
+        draw = torch.Generator().manual_seed(seed)
+        mean = 1258 * self.capacity / 8192
+        found = []
+        while left > 0:
+            length = int(torch.randn(1, generator=draw).mul(0.6).exp() * mean * 0.835) + 1
+            found.append(min(length, left))
+            left -= found[-1]
+        return found
+
+    def batch(self, lengths: Sequence[int]) -> dict[str, Any]:
+        tokens = torch.arange(sum(lengths)) % 512
+        batch = with_chunk_indices(make_batch(tokens, lengths))
+        return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+    def drawn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=dtype or self.dtype).requires_grad_()
+
+    def wait(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def time(self, call: Callable[[], object], *, runs: int) -> dict[str, float]:
+        """Milliseconds of a call on the device: median and least of `runs`, after two that do not count."""
+        samples = []
+        for _ in range(4 if self.dry else runs + 2):
+            self.wait()
+            start = time.perf_counter()
+            call()
+            self.wait()
+            samples.append(1e3 * (time.perf_counter() - start))
+        kept = samples[2:]
+        return {"ms": statistics.median(kept), "least_ms": min(kept), "runs": len(kept)}
+
+    def kernel(
+        self,
+        call: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        *,
+        floors: tuple[float, float],
+        runs: int,
+    ) -> dict[str, Any]:
+        """Forward and backward of one kernel, with how many times its floor each takes."""
+
+        def both() -> None:
+            out = call(*inputs)
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+        def forward() -> None:
+            with torch.no_grad():
+                call(*inputs)
+
+        start = time.perf_counter()
+        both()
+        self.wait()
+        first = time.perf_counter() - start
+        ahead, whole = self.time(forward, runs=runs), self.time(both, runs=runs)
+        back = whole["ms"] - ahead["ms"]
+        return {
+            "first_call_s": first,
+            "forward": ahead,
+            "forward_and_backward": whole,
+            "floor_ms": {"forward": 1e3 * floors[0], "backward": 1e3 * floors[1]},
+            "times_floor": {"forward": ahead["ms"] / 1e3 / floors[0], "backward": back / 1e3 / floors[1]},
+        }
+
+
+def floor(moved: float, operations: float) -> float:
+    """Seconds below which no kernel can be: all its bytes once, or all its operations."""
+    return max(moved / BANDWIDTH, operations / OPERATIONS)
+
+
+# --- sections ----------------------------------------------------------------------------------------------
+
+
+def speed(bench: Bench, note: Callable[[str, Any], None]) -> None:
+    """Each kernel at 27B dimensions on one packed buffer."""
+    lengths = bench.lengths(0)
+    note("lengths", lengths)
+    for name, call in (("delta rule", delta_rule), ("convolution", conv), ("attention", attend)):
+        for kernel, figures in call(bench, lengths):
+            note(f"{name}: {kernel}", attempt(figures))
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """A result, or the error as the result: one kernel that fails leaves the others their turn."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises is its row in the result
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"[:500]}
+
+
+Rows = list[tuple[str, Callable[[], Any]]]
+
+
+def delta_rule(bench: Bench, lengths: Sequence[int]) -> Rows:
+    w, tokens = bench.width, sum(lengths)
+    keys, values = w["linear_num_key_heads"], w["linear_num_value_heads"]
+    size, size_v = w["linear_key_head_dim"], w["linear_value_head_dim"]
+    batch = bench.batch(lengths)
+    q, k = (bench.drawn(1, tokens, keys, size) for _ in range(2))
+    v = bench.drawn(1, tokens, values, size_v)
+    gate = bench.drawn(1, tokens, values, dtype=torch.float32)
+    beta = torch.rand(1, tokens, values, device=bench.device, dtype=bench.dtype).requires_grad_()
+    inputs = (q, k, v, gate, beta)
+    # q, k, v in, the output out; the backward reads them and the output's gradient, and writes as much. The
+    # operations are the recurrence's: decay and read, correct, write, 6 a state element and token.
+    one_way = tokens * 2 * (2 * keys * size + 2 * values * size_v)
+    operations = 6 * tokens * values * size * size_v
+    floors = floor(one_way, operations), floor(2 * one_way, 2 * operations)
+
+    def rule(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda q, k, v, g, b: function(
+            q, k, v, g=F.logsigmoid(g), beta=b, use_qk_l2norm_in_kernel=True,
+            cu_seqlens=batch["cu_seq_lens_q"], chunk_indices=batch["chunk_indices"],
+        )[0]  # fmt: skip
+
+    reference = recurrence.rule_by_sequence(
+        recurrence.DELTA_RULE, inspect.unwrap(torch_chunk_gated_delta_rule)
+    )
+    found = [("reference, sequence by sequence", reference, 3)]
+    if not bench.dry:
+        found += [("fla", recurrence.fla_delta_rule, 20), ("flash-qla", recurrence.flash_qla_delta_rule, 20)]
+    return [
+        (name, lambda f=f, n=n: bench.kernel(rule(f), inputs, floors=floors, runs=n)) for name, f, n in found
+    ]
+
+
+def conv(bench: Bench, lengths: Sequence[int]) -> Rows:
+    w, tokens = bench.width, sum(lengths)
+    channels = 2 * w["linear_num_key_heads"] * w["linear_key_head_dim"]
+    channels += w["linear_num_value_heads"] * w["linear_value_head_dim"]
+    batch = bench.batch(lengths)
+    wide = bench.drawn(1, tokens, channels)
+    weight = bench.drawn(channels, 4)
+    moved = 2 * tokens * channels
+    floors = floor(2 * moved, 8 * tokens * channels), floor(3 * moved, 16 * tokens * channels)
+
+    def convolve(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda x, weight: function(
+            x.transpose(1, 2), weight, None, "silu",
+            seq_idx=batch["seq_idx"], cu_seq_lens_q=batch["cu_seq_lens_q"],
+        )  # fmt: skip
+
+    reference = convolution.by_sequence(inspect.unwrap(causal_conv1d_fn))
+    found = [("reference, sequence by sequence", reference, 5)]
+    if not bench.dry:
+        found += [("causal-conv1d", convolution.causal_conv1d, 20), ("fla", convolution.fla_convolution, 20)]
+    return [
+        (name, lambda f=f, n=n: bench.kernel(convolve(f), (wide, weight), floors=floors, runs=n))
+        for name, f, n in found
+    ]
+
+
+def attend(bench: Bench, lengths: Sequence[int]) -> Rows:
+    w, tokens = bench.width, sum(lengths)
+    heads, keys, size = w["num_attention_heads"], w["num_key_value_heads"], w["head_dim"]
+    batch = bench.batch(lengths)
+    q = bench.drawn(1, heads, tokens, size)
+    k, v = (bench.drawn(1, keys, tokens, size) for _ in range(2))
+    moved = 2 * tokens * size * (2 * heads + 2 * keys)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    operations = 4 * pairs * heads * size
+    floors = floor(moved, operations), floor(2 * moved, 2.5 * operations)
+    layer = torch.nn.Module()
+
+    def varlen(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+        return lambda q, k, v: function(
+            layer, q, k, v, None,
+            cu_seq_lens_q=batch["cu_seq_lens_q"], max_length_q=batch["max_length_q"],
+        )[0]  # fmt: skip
+
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        index = batch["seq_idx"][0]
+        seen = (index[:, None] == index[None, :]).tril()
+        groups = heads // keys
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+    found = [
+        ("sdpa, sequence by sequence", varlen(attention.packed_varlen_reference), 5),
+        ("sdpa with a T x T mask", masked, 5),
+    ]
+    if not bench.dry:
+        found.append(("torch varlen_attn", varlen(attention.packed_varlen), 20))
+    return [
+        (name, lambda f=f, n=n: bench.kernel(f, (q, k, v), floors=floors, runs=n)) for name, f, n in found
+    ]
+
+
+def wide_config(bench: Bench) -> Any:
+    """Qwen3.5 at 27B width, cut to three delta-net layers and one of attention."""
+    config = transformers.AutoConfig.for_model("qwen3_5_text", **bench.width)
+    return few_layers(config)
+
+
+def compile_count(bench: Bench, note: Callable[[str, Any], None]) -> None:
+    """The first step, and what is compiled over 50 different batches of the same capacity."""
+    model = bind(build(wide_config(bench), "Qwen3_5ForCausalLM", device=bench.device).to(bench.dtype))
+
+    def step(seed: int) -> float:
+        batch = bench.batch(bench.lengths(seed))
+        bench.wait()
+        start = time.perf_counter()
+        model(**batch).logits.float().square().mean().backward()
+        bench.wait()
+        return time.perf_counter() - start
+
+    before = compiled()
+    note("first step", {"seconds": step(0), "kernels_compiled": compiled() - before})
+    before = compiled()
+    samples = [step(seed) for seed in range(1, 4 if bench.dry else 51)]
+    note(
+        "further batches",
+        {
+            "batches": len(samples),
+            "different_numbers_of_examples": len({len(bench.lengths(s)) for s in range(1, len(samples) + 1)}),
+            "kernels_compiled": compiled() - before,
+            "seconds": results.spread(samples),
+        },
+    )
+
+
+def compiled() -> int:
+    """Kernels in the compilers' caches on disk."""
+    home = Path.home()
+    triton = Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
+    tilelang = Path(os.environ.get("TILELANG_CACHE_DIR", home / ".tilelang" / "cache"))
+    cubins = sum(1 for _ in triton.rglob("*.cubin")) if triton.exists() else 0
+    return cubins + (sum(1 for _ in tilelang.rglob("*.so")) if tilelang.exists() else 0)
+
+
+def width(bench: Bench, note: Callable[[str, Any], None]) -> None:
+    """What `padfree doctor` says of a 27B configuration."""
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.AutoConfig.for_model("qwen3_5_text", **bench.width).save_pretrained(folder)
+        found = doctor.run_doctor(folder, device=bench.device)
+    print("\n".join(found.lines()), flush=True)
+    note("doctor", found.as_json())
+
+
+def families(bench: Bench, note: Callable[[str, Any], None]) -> None:
+    """What `padfree doctor` says of every family, one after the other while there is time."""
+    checks: list[Any] = []
+    layers: dict[str, Any] = {}
+    for number, family in enumerate(FAMILIES):
+        if time.monotonic() > bench.ends:
+            note("not_run_for_lack_of_time", [later.name for later in FAMILIES[number:]])
+            break
+        start = time.monotonic()
+        found = doctor.run_doctor(families=[family], device=bench.device)
+        took = time.monotonic() - start
+        for check in found.checks:
+            print(f"{check.subject}: {check.state} {check.name}: {check.detail}", flush=True)
+        checks += [check for check in found.as_json()["checks"] if check["subject"] == family.name]
+        layers |= found.as_json()["layers"]
+        note("machine", found.machine)
+        note("layers", layers)
+        note("checks", checks)
+        note(f"seconds, {family.name}", took)
+
+
+def choices(bench: Bench, note: Callable[[str, Any], None]) -> None:
+    """Each pair of delta rule and convolution: isolation, and how far from fp32."""
+    family = FAMILIES[0]
+    config = tiny_config(family, real_heads=not bench.dry)
+    exact = bind(build(config, family.architecture, device=bench.device), kernels="reference")
+    lengths = (1, 63, 64, 65, 63) if bench.dry else (1, 63, 64, 65, 1000, 6999)
+    pairs = (
+        [(None, None)]
+        if bench.dry
+        else [(r, c) for r in ("flash-qla", "fla") for c in ("causal-conv1d", "fla")]
+    )
+    for rule, conv_name in pairs:
+        choose = {} if rule is None else {"delta rule": rule, "convolution": conv_name}
+
+        def pair(choose: Mapping[str, str] = choose) -> Any:
+            model = build(config, family.architecture, device=bench.device).to(bench.dtype)
+            bind(model, choose=choose)
+            isolation = [proof.isolation(model, lengths, replaced=i) for i in (0, 1, 3)]
+            apart = proof.difference(model, exact, lengths)
+            return {
+                "holds": all(one.holds for one in isolation),
+                "logits": max(one.logits for one in isolation),
+                "gradients": max(one.gradients for one in isolation),
+                "across": max(one.across for one in isolation),
+                "noise": max(one.noise for one in isolation),
+                "from_fp32": {"logits": apart.logits, "gradients": dict(apart.gradients)},
+            }
+
+        note(f"{rule}, {conv_name}", attempt(pair))
+
+
+SECTIONS: dict[str, Callable[[Bench, Callable[[str, Any], None]], None]] = {
+    "speed": speed,
+    "compile": compile_count,
+    "width": width,
+    "choices": choices,
+    "families": families,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS), help=", ".join(SECTIONS))
+    parser.add_argument(
+        "--dry-run", action="store_true", help="small sizes on a CPU, nothing saved in results"
+    )
+    parser.add_argument("--budget", type=float, default=330, help="seconds after which no family is begun")
+    arguments = parser.parse_args()
+    if shutil.which("git") is None:
+        results.commit = lambda: os.environ.get("PADFREE_COMMIT", "unknown")
+    bench = Bench(dry=arguments.dry_run, budget=arguments.budget)
+    if bench.dry:
+        torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "packages": {
+            name: probe(name).cause or "imports" for name in ("fla", "flash_qla", "causal_conv1d", "tilelang")
+        }
+    }
+    for name in arguments.sections:
+        section: dict[str, Any] = found.setdefault(name, {})
+
+        def note(key: str, value: Any, section: dict[str, Any] = section) -> None:
+            section[key] = value
+            if "OUT" in os.environ or not bench.dry:
+                results.save("kernels", found, packages=PACKAGES)
+
+        start = time.monotonic()
+        failed = attempt(partial(SECTIONS[name], bench, note))
+        if failed is not None:
+            note("failed", failed["failed"])
+        note("seconds", time.monotonic() - start)
+        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+        if not bench.dry:
+            torch.cuda.empty_cache()
+    if bench.dry:
+        print(found)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)
