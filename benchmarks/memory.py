@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--rows 10000 100000 1000000] [--workers 1 2] [--tokenizer DIR]
 
 Each run is the command in a process of its own on synthetic chats. `tree` is the largest sum over the
-process and its workers of private memory plus their part of what they share (PSS), sampled ten times a
+process and its workers of private memory plus their part of what they share (PSS), sampled twice a
 second; `peak` is the largest resident size of the packing process, as the kernel counts it.
 """
 
@@ -34,11 +34,11 @@ COMMAND = [sys.executable, "-c", "import sys; from packing.cli import main; sys.
 
 
 def write_chats(file: Path, *, rows: int) -> None:
-    """Two to four turns of five to sixty words each, the same on every run."""
+    """Two or four turns of three to 25 words each, the same on every run."""
     rng = random.Random(7)
     with file.open("w", encoding="utf-8") as lines:
         for _ in range(rows):
-            texts = [" ".join(rng.choices(WORDS, k=rng.randint(5, 60))) for _ in range(rng.choice((2, 4)))]
+            texts = [" ".join(rng.choices(WORDS, k=rng.randint(3, 25))) for _ in range(rng.choice((2, 4)))]
             roles = ("user", "assistant") * 2
             messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
             lines.write(json.dumps({"messages": messages}) + "\n")
@@ -69,7 +69,7 @@ def run(file: Path, *, tokenizer: str, workers: int) -> dict[str, Any]:
                 tree, sum(kernel_mib(one, file="smaps_rollup", field="Pss") for one in family(process.pid))
             )
             peak = max(peak, kernel_mib(process.pid, file="status", field="VmHWM"))
-        time.sleep(0.1)
+        time.sleep(0.5)
     assert process.stdout
     report = json.load(process.stdout)
     return {

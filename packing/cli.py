@@ -152,6 +152,7 @@ def pack(words: Sequence[str]) -> int:
     console.print(summary(result))
     if report.accounting["rows"]["rejected"] or report.accounting["turns_rejected"]:
         console.print(f"\nwhat was rejected, and why: {Path(report.out, 'rejects.jsonl')}", soft_wrap=True)
+    console.print(f"\nlook at it with: padfree inspect {report.out}", soft_wrap=True)
     return 0
 
 

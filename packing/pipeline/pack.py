@@ -123,10 +123,14 @@ class Progress:
 OnProgress = Callable[[Progress], object]
 
 
+Inputs = str | Path | Sequence[str | Path]
+"""One input or several."""
+
+
 def pack_dataset(
-    inputs: Sequence[str],
+    inputs: Inputs,
     *,
-    tokenizer: str | PreTrainedTokenizerBase,
+    tokenizer: str | Path | PreTrainedTokenizerBase,
     out: str | Path,
     capacity: int = 8192,
     overflow: Overflow = "drop",
@@ -144,7 +148,7 @@ def pack_dataset(
     """Packs chat data into a shard set: the same bytes for any number of workers, on every run.
 
     Args:
-        inputs: Files, folders, globs, `save_to_disk` folders or hub names.
+        inputs: One or several files, folders, globs, `save_to_disk` folders or hub names.
         tokenizer: A folder, a hub name or the tokenizer itself.
         out: The folder to make; it appears when it is whole.
         capacity: Most tokens in a buffer.
@@ -171,7 +175,8 @@ def pack_dataset(
     _check(
         capacity=capacity, seed=seed, workers=workers, eval_fraction=eval_fraction, max_rejects=max_rejects
     )
-    opened = open_sources(inputs, options=sources or SourceOptions())
+    names = _names(inputs)
+    opened = open_sources(names, options=sources or SourceOptions())
     encode = RowEncoder(
         encoder=_encoder(tokenizer, chat=chat),
         formats=formats or FormatOptions(),
@@ -223,7 +228,7 @@ def pack_dataset(
             seconds={**clock.seconds, "total": clock.total},
             worker_seconds=dict(accounting.seconds),
         )
-        run = _run(report, inputs=inputs, tokenizer=tokenizer)
+        run = _run(report, inputs=names, tokenizer=encode.encoder.tokenizer.name_or_path)
         if part:
             part.finish(accounting.eval_as_json(), run=run)
         writer.finish(report.accounting, run=run)
@@ -231,9 +236,9 @@ def pack_dataset(
 
 
 def preview(
-    inputs: Sequence[str],
+    inputs: Inputs,
     *,
-    tokenizer: str | PreTrainedTokenizerBase,
+    tokenizer: str | Path | PreTrainedTokenizerBase,
     rows: int,
     capacity: int = 8192,
     overflow: Overflow = "drop",
@@ -255,7 +260,7 @@ def preview(
     _check(capacity=capacity, seed=seed)
     if rows < 1:
         raise OptionError(f"a preview of {rows} rows can't be: choose at least 1")
-    opened = open_sources(inputs, options=sources or SourceOptions())
+    opened = open_sources(_names(inputs), options=sources or SourceOptions())
     encode = RowEncoder(
         encoder=_encoder(tokenizer, chat=chat),
         formats=formats or FormatOptions(),
@@ -311,8 +316,12 @@ def first_conversations(inputs: Sequence[str], *, rows: int) -> list[Conversatio
     return found
 
 
-def _encoder(tokenizer: str | PreTrainedTokenizerBase, *, chat: ChatOptions | None) -> ChatEncoder:
-    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+def _names(inputs: Inputs) -> list[str]:
+    return [str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)]
+
+
+def _encoder(tokenizer: str | Path | PreTrainedTokenizerBase, *, chat: ChatOptions | None) -> ChatEncoder:
+    loaded = load_tokenizer(str(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
     return ChatEncoder(loaded, options=chat or ChatOptions())
 
 
@@ -361,18 +370,15 @@ def _part_report(examples: NDArray[np.void], *, buffers: int, capacity: int) -> 
     )
 
 
-def _run(
-    report: PackReport, *, inputs: Sequence[str], tokenizer: str | PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    """What differs between equal runs, for run.json."""
-    name = tokenizer if isinstance(tokenizer, str) else tokenizer.name_or_path
+def _run(report: PackReport, *, inputs: Sequence[str], tokenizer: str) -> dict[str, Any]:
+    """What differs between equal runs, for run.json; the tokenizer's name is what `inspect` loads."""
     packages = ("padfree", "datasets", "numpy", "pyarrow", "tokenizers", "transformers")
     return {
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
         "folder": os.getcwd(),
-        "inputs": list(inputs),
-        "tokenizer": os.path.abspath(name) if os.path.isdir(name) else name,
+        "inputs": inputs,
+        "tokenizer": os.path.abspath(tokenizer) if os.path.isdir(tokenizer) else tokenizer,
         "workers": report.workers,
         "seconds": report.seconds,
         "worker_seconds": report.worker_seconds,

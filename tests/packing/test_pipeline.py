@@ -112,6 +112,31 @@ def test_every_algorithm_packs_the_same_examples(tmp_path, tokenizer, algorithm)
     assert sorted(shards.example_ids.tolist()) == list(range(420))
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz", "json", "save_to_disk"])
+def test_every_kind_of_input_gives_the_same_examples(tmp_path, tokenizer, sample, kind):
+    """The same rows from another kind of file, read by two workers, are the same examples in order."""
+    import datasets
+
+    rows = [{"messages": row["messages"]} for row in sample if "tools" not in row]
+    table = datasets.Dataset.from_list(rows)
+    path = tmp_path / f"rows.{kind}"
+    match kind:
+        case "parquet":
+            table.to_parquet(path)
+        case "save_to_disk":
+            table.save_to_disk(path)
+        case "json":
+            path.write_text(json.dumps(rows, indent=2))
+        case _:
+            path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    pack_dataset(path, tokenizer=tokenizer, out=tmp_path / "out", workers=2)
+    pack_dataset(write(tmp_path / "rows.jsonl", rows), tokenizer=TOKENIZER, out=tmp_path / "plain")
+    found, plain = open_shards(tmp_path / "out"), open_shards(tmp_path / "plain")
+    assert len(found.seq_lengths) == len(rows)
+    for number in range(len(rows)):
+        assert found.example(number) == plain.example(number)
+
+
 # The same bytes
 
 
