@@ -136,8 +136,12 @@ def cut_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
         yield number, b"".join(begun)
 
 
-_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[][{},"]', re.DOTALL)
-"""A whole string, a bracket, a comma, or the quote of a string that the buffer does not hold whole."""
+_WITHIN, _BETWEEN = (
+    re.compile(rb'(?:[^][{}%b"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+([][{}%b"]?)' % (mark, mark), re.DOTALL)
+    for mark in (b"", b",")
+)
+"""Skips whole strings and what has no structure, up to a bracket (between items: or a comma), or the
+quote of a string that the buffer does not hold whole."""
 
 
 def cut_values(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -153,13 +157,15 @@ def cut_values(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     at, depth, in_array = 0, 0, False
     for block in blocks:
         buffer, start = buffer + block, 0
-        for token in _STRUCTURE.finditer(buffer, at):
-            mark, at, end = token[0], token.end(), -1
+        while token := (_BETWEEN if in_array and depth == 1 else _WITHIN).match(buffer, at):
+            mark, at, end = token[1], token.end(), -1
+            if not mark:
+                break
             if mark == b'"':  # the string goes on in the next block
                 at -= 1
                 break
             if mark == b"[" and depth == 0:
-                in_array, depth, end = True, 1, token.start()
+                in_array, depth, end = True, 1, at - 1
             elif mark in (b"[", b"{"):
                 depth += 1
             elif mark in (b"]", b"}"):
@@ -168,10 +174,10 @@ def cut_values(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
                     here = line + buffer.count(b"\n", start, at)
                     raise Damaged(f"line {here}: {mark.decode()} closes nothing")
                 if depth == 0:
-                    end = token.start() if in_array else at
+                    end = at - 1 if in_array else at
                     in_array = False
-            elif mark == b"," and depth == 1 and in_array:
-                end = token.start()
+            elif mark == b",":
+                end = at - 1
             if end >= 0:
                 text = buffer[start:end].lstrip()
                 if text or mark == b",":

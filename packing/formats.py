@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -119,8 +119,7 @@ class FormatOptions:
                 raise OptionError(f"the role {name!r} can be system, user, assistant or tool, not {role!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
+class _Turn(NamedTuple):
     where: str  # its place in the record: "messages[3]"
     message: dict[str, Any]
     trainable: bool | None  # None where the record does not say
@@ -231,9 +230,9 @@ def _raw_turns(name: str, columns: Mapping[str, Any], notes: list[str]) -> Itera
     if name in PAIRS:
         yield from _pair_turns(name, columns, notes)
         return
-    names = CHATS[name]
-    where = next((column for column in names if columns.get(column) is not None), names[0])
-    yield from _chat_turns(only(columns, names, reason=Reason.BAD_RECORD), where, notes)
+    value = only(columns, CHATS[name], reason=Reason.BAD_RECORD)
+    where = next((column for column in CHATS[name] if columns.get(column) is value), name)
+    yield from _chat_turns(value, where, notes)
 
 
 def _chat_turns(value: Any, where: str, notes: list[str]) -> Iterator[_RawTurn]:
@@ -336,7 +335,9 @@ def _one_system(turns: list[_Turn]) -> list[_Turn]:
 
 def _trim(turns: list[_Turn], options: FormatOptions, notes: list[str]) -> list[_Turn]:
     """Ends the conversation with its last assistant turn."""
-    end = max((n for n, turn in enumerate(turns, 1) if turn.message["role"] == "assistant"), default=0)
+    end = len(turns)
+    while end and turns[end - 1].message["role"] != "assistant":
+        end -= 1
     if end == 0:
         raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of the {len(turns)} turns is the assistant's")
     if end < len(turns):

@@ -214,6 +214,15 @@ def test_calls_in_every_form_are_one(raw: dict[str, Any]) -> None:
     assert message(raw) == {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 
+def test_calls_in_two_places_are_a_choice() -> None:
+    """The older and the newer field side by side: the same call twice, or two; neither is guessed."""
+    older = {"name": "f", "arguments": {"x": 1}}
+    rejected = rejection({"role": "assistant", "tool_calls": [CALL], "function_call": older})
+    assert rejected.reason is Reason.BAD_TOOLS
+    parts = [{"type": "tool_call", "value": older}]
+    assert rejection({"role": "assistant", "content": parts, "tool_calls": [CALL]}).reason is Reason.BAD_TOOLS
+
+
 def test_a_call_keeps_its_id_and_its_argument_s_types() -> None:
     """Text stays text, whole numbers whole and exact, null null."""
     arguments = (
