@@ -158,7 +158,6 @@ def plan(rung: Rung, *, args: argparse.Namespace, model: Mapping[str, Any], cuda
         "title": rung.title,
         "settings": settings,
         "steps": steps,
-        "cuda": cuda,
         "seconds": before + (steps + 2) * step,
         "least": before + (result.PROFILED + 1 + timed / 3) * step,
         "price": foreseen,
@@ -206,7 +205,6 @@ def climb(
         "kernels": rung.kernels,
         "sorted": rung.sorted,
         "recompute": rung.recompute,
-        "tilelang": rung.kernels and planned["cuda"],
     }
     (folder / "spec.json").write_text(json.dumps(spec), "utf-8")
     log = folder / "log.txt"
@@ -230,9 +228,14 @@ def climb(
         "seconds": time.monotonic() - started,
         **result.read(folder, run=run, gpus=ranks, samples=watch.samples),
     }
+    said = log.read_text("utf-8", errors="replace")
     if problem:
         row["problem"] = problem
-        print(log.read_text("utf-8", errors="replace")[-3000:], file=sys.stderr)
+        print(said[-3000:], file=sys.stderr)
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"]).mkdir(parents=True, exist_ok=True)
+        with (Path(os.environ["OUT"]) / "ladder.log").open("a", encoding="utf-8") as logs:
+            logs.write(f"\n=== rung {rung.name}\n{said[:20_000]}\n…\n{said[-20_000:]}")
     return row
 
 

@@ -39,6 +39,7 @@ class Observer:
         self._step = 0
         self._counts = {"compiled": 0, "loaded": 0, "autotuned": 0, "graphs": 0}
         self._profiler: Any = None
+        self._tilelang = False
         self._cuda = torch.cuda.is_available()
         self._lines = (folder / f"steps-{rank}.jsonl").open("w", encoding="utf-8")
         self._begun = time.time()
@@ -62,17 +63,19 @@ class Observer:
         knobs.compilation.listener = compiled
         Autotuner._bench = counted
 
-    def watch_tilelang(self) -> None:
-        """Counts tilelang's compilations as well; call once its kernels are imported, where they are used."""
-        from tilelang.jit.kernel import JITKernel
-
-        made = JITKernel.__init__
+    def _watch_tilelang(self) -> None:
+        """Counts tilelang's compilations after the step that imports it; to import it costs seconds."""
+        module = sys.modules.get("tilelang.jit.kernel")
+        if module is None or self._tilelang:
+            return
+        self._tilelang = True
+        made = module.JITKernel.__init__
 
         def counted(kernel: Any, *args: Any, **kwargs: Any) -> None:
             self._counts["loaded" if kwargs.get("from_database") else "compiled"] += 1
             made(kernel, *args, **kwargs)
 
-        JITKernel.__init__ = counted
+        module.JITKernel.__init__ = counted
 
     def _graphs(self) -> int:
         """Frames that torch.compile has compiled so far; it is not imported for the question."""
@@ -82,6 +85,7 @@ class Observer:
     def _after_step(self, *_: Any) -> None:
         if self._step == self._profile_step:
             self._stop_profile()
+        self._watch_tilelang()
         self._counts["graphs"] = self._graphs()
         line: dict[str, Any] = {"step": self._step, "time": time.time(), "begun": self._begun, **self._counts}
         if self._cuda:

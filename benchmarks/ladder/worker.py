@@ -10,7 +10,7 @@ from typing import Any
 
 
 def main(path: str) -> None:
-    """Runs what the file says: `kind`, `folder`, `config` (TOML), `profile_step`, `sorted`, `shards`."""
+    """Runs what the file says: kind, folder, config (TOML), profile_step, kernels, sorted, recompute."""
     spec: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
     folder = Path(spec["folder"])
     if spec["kind"] == "padded" and not spec["kernels"]:
@@ -21,9 +21,7 @@ def main(path: str) -> None:
     from ladder.observe import Observer
 
     rank = int(os.environ["RANK"])
-    observer = Observer(folder, rank=rank, profile_step=spec["profile_step"])
-    if spec["tilelang"]:
-        observer.watch_tilelang()
+    Observer(folder, rank=rank, profile_step=spec["profile_step"])
     from training.config import load
 
     config = load(spec["config"])
