@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -20,14 +23,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from training.config import Checkpoint
 from training.data import OutputError, ResumeError
 from training.metrics import FILE as METRICS
 from training.parallel import World
 
 FOLDER = "checkpoints"
 TRAINER = "trainer.json"
+DIGESTS = "digests-{}.json"
 FORMAT = 1
 _INCIDENTAL = ("transformers_version", "_name_or_path", "dtype", "use_cache")  # no part of the mathematics
 _MODEL = "model."
@@ -39,37 +45,121 @@ def newest(directory: Path) -> Path | None:
     return max(_all(directory), default=None)
 
 
-def save(
-    directory: Path,
-    *,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    trainer: Mapping[str, Any],
-    world: World,
-    keep: int,
-) -> Path:
-    """Writes `directory/step-N`, each rank its own shards, and removes all but the `keep` newest.
+class Saver:
+    """Writes checkpoints, each rank its own shards, and removes old ones.
 
-    A kill at any moment leaves the last whole checkpoint: the files lie under another name until the
-    last rank is done.
+    A kill at any moment leaves the last whole checkpoint: the files lie under another name until every rank
+    has written its own and their digests. All ranks write into one directory, on a file system that they
+    share.
     """
-    final = directory / f"step-{step:08d}"
-    partial = directory / f".{final.name}.partial"
-    if world.chief:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    world.barrier()
-    save_tensors(_tensors(model, optimizer), checkpoint_id=str(partial))
-    if world.chief:
-        text = json.dumps({"format": FORMAT, "step": step, **trainer}, indent=1)
-        (partial / TRAINER).write_text(text + "\n", "utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        for old in sorted(_all(directory))[:-keep] if keep else []:
-            shutil.rmtree(old)
-    world.barrier()
-    return final
+
+    def __init__(self, directory: Path, *, options: Checkpoint, world: World) -> None:
+        """Makes no file yet.
+
+        Args:
+            directory: Gets a directory `step-N` for each checkpoint.
+            options: Which ones stay, and whether training goes on while they are written.
+            world: The ranks.
+        """
+        self._directory, self._options, self._world = directory, options, world
+        # A group of its own: the writing thread's messages must not meet the training loop's.
+        self._group = dist.new_group(backend="gloo") if options.background else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="padfree-digests")
+        self._pending: tuple[Future[Any], Path, Path] | None = None
+
+    def save(
+        self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, trainer: Mapping[str, Any]
+    ) -> Path:
+        """Writes `step-N`, or begins to: in the background, training waits for the copy to the host alone.
+
+        Raises:
+            OutputError: the system refuses.
+        """
+        self.finish()
+        final = self._directory / f"step-{step:08d}"
+        partial = self._directory / f".{final.name}.partial"
+        if self._world.chief:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            text = json.dumps({"format": FORMAT, "step": step, **trainer}, indent=1)
+            (partial / TRAINER).write_text(text + "\n", "utf-8")
+        self._world.barrier()
+        tensors = _tensors(model, optimizer)
+        if self._options.background:
+            writing = async_save(tensors, checkpoint_id=str(partial), process_group=self._group)
+            assert isinstance(writing, Future)
+            done = self._thread.submit(_digest_when_written, writing, partial, self._world.rank)
+            self._pending = (done, partial, final)
+        else:
+            save_tensors(tensors, checkpoint_id=str(partial))
+            _write_digests(partial, rank=self._world.rank)
+            self._world.barrier()
+            self._publish(partial, final)
+        return final
+
+    def poll(self) -> None:
+        """Publishes what was written in the background meanwhile; waits for nothing."""
+        if self._pending and self._world.chief:
+            future, partial, final = self._pending
+            if future.done() and len(list(partial.glob(DIGESTS.format("*")))) == self._world.size:
+                future.result()
+                self._publish(partial, final)
+                self._pending = None
+
+    def finish(self) -> None:
+        """Waits until what is being written is whole on every rank."""
+        if self._options.background:
+            if self._pending:
+                self._pending[0].result()
+            self._world.barrier()
+            self.poll()
+            self._pending = None
+
+    def _publish(self, partial: Path, final: Path) -> None:
+        if self._world.chief:
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            keep, every = self._options.keep, self._options.keep_every
+            for old in sorted(_all(self._directory))[:-keep] if keep else []:
+                if not (every and int(old.name.removeprefix("step-")) % every == 0):
+                    shutil.rmtree(old)
+
+
+def _digest_when_written(writing: Future[Any], partial: Path, rank: int) -> None:
+    writing.result()
+    _write_digests(partial, rank=rank)
+
+
+def _write_digests(partial: Path, *, rank: int) -> None:
+    """The digest of each file that this rank wrote; the name is there when all of them are."""
+    files = sorted(partial.glob(f"__{rank}_*.distcp"))
+    digests = {file.name: _digest(file) for file in files}
+    beside = partial / f".{DIGESTS.format(rank)}"
+    beside.write_text(json.dumps(digests, indent=1) + "\n", "utf-8")
+    os.replace(beside, partial / DIGESTS.format(rank))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def check_digests(checkpoint: Path, *, rank: int, world_size: int) -> None:
+    """Each rank reads its part of the files and compares their digests.
+
+    Raises:
+        ResumeError: names the file that is missing or damaged.
+    """
+    digests: dict[str, str] = {}
+    for file in checkpoint.glob(DIGESTS.format("*")):
+        digests |= json.loads(file.read_text("utf-8"))
+    for name in sorted(digests)[rank::world_size]:
+        file = checkpoint / name
+        if not file.exists() or _digest(file) != digests[name]:
+            raise ResumeError(
+                f"{file} is missing or damaged, so the checkpoint can't be loaded: remove "
+                f"{checkpoint} to go on from the one before"
+            )
 
 
 def read_trainer(checkpoint: Path) -> dict[str, Any]:

@@ -145,6 +145,10 @@ class Checkpoint:
     """Save after the last step."""
     keep: int = 2
     """Newest checkpoints that stay; 0 keeps all."""
+    keep_every: int = 0
+    """Those of every n-th step stay besides; 0 for none."""
+    background: bool = False
+    """Go on training while a checkpoint is written; needs host memory for a copy of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +192,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "eval.every": (0, 2**31),
     "checkpoint.every": (0, 2**31),
     "checkpoint.keep": (0, 2**31),
+    "checkpoint.keep_every": (0, 2**31),
 }
 
 

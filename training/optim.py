@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from training.config import Optim, Schedule
+from training.data import OptionError
 
 
 def learning_rate(step: int, *, schedule: Schedule, steps: int, peak: float) -> float:
@@ -34,26 +36,45 @@ def learning_rate(step: int, *, schedule: Schedule, steps: int, peak: float) -> 
     return peak * (schedule.floor + (1 - schedule.floor) * share)
 
 
-def make_optimizer(model: nn.Module, *, optim: Optim) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, *, optim: Optim) -> torch.optim.Optimizer:
     """AdamW in up to four groups: decayed or not, sharded or whole.
 
     Decay pulls matrices; norms, biases and per-head scalars are one-dimensional and stay free.
-    torch's fused and foreach loops refuse sharded and whole parameters in one group.
+    torch's fused loop refuses sharded and whole parameters in one group.
+
+    Raises:
+        OptionError: torchao is missing, or stochastic rounding is asked for without bf16 weights.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             groups.setdefault((parameter.ndim > 1, isinstance(parameter, DTensor)), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": optim.weight_decay if decayed else 0.0}
-            for (decayed, _), parameters in groups.items()
-        ],
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=True,
-    )
+    parameters = [
+        {"params": group, "weight_decay": optim.weight_decay if decayed else 0.0}
+        for (decayed, _), group in groups.items()
+    ]
+    options: dict[str, Any] = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+    stochastic = optim.rounding == "stochastic"
+    if stochastic and not any(p.dtype is torch.bfloat16 for p in model.parameters()):
+        raise OptionError("optim.rounding=stochastic is for bf16 weights: set model.precision=bf16")
+    if optim.states == "weights" and not stochastic:
+        return torch.optim.AdamW(parameters, **options, fused=True)
+    try:
+        from torchao import optim as torchao
+    except ImportError as error:
+        raise OptionError(f"8-bit states and stochastic rounding need torchao: {error}") from error
+    kind = torchao.AdamW8bit if optim.states == "8bit" else torchao._AdamW
+    optimizer: torch.optim.Optimizer = kind(parameters, **options, bf16_stochastic_round=stochastic)
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """For the next step; torchao keeps it in a tensor, so that its compiled step stays valid."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def clip(parameters: Iterable[nn.Parameter], *, limit: float) -> Tensor:

@@ -27,7 +27,7 @@ from training.fused import fuse
 from training.loss import SupervisedLoss, choose_loss
 from training.metrics import Metrics
 from training.model import blocks, ends, load_weights, materialise, read_config, skeleton, whole
-from training.optim import clip, learning_rate, make_optimizer
+from training.optim import clip, learning_rate, make_optimizer, set_learning_rate
 from training.parallel import Stopwatch, World, join, on_device, reduce_whole, shard
 from training.profile import StepProfiler
 from training.recompute import recompute
@@ -88,6 +88,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
         spread(root, config, world)
         optimizer = make_optimizer(root, optim=config.optim)
         if saved:
+            checkpoint.check_digests(saved, rank=world.rank, world_size=world.size)
             checkpoint.load(saved, model=root.model, optimizer=optimizer)
         elif config.model.weights:
             load_weights(root.model, config.model.weights)
@@ -106,6 +107,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                 active=world.chief,
                 trace=config.run.trace,
             )
+            saver = checkpoint.Saver(directory / checkpoint.FOLDER, options=config.checkpoint, world=world)
             operations, peak = work(root.model), peak_flops(world.device)
             share_full, share_mixing = recomputed(config, layers=len(blocks(root.model)))
             stream = data.stream()
@@ -146,8 +148,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                         raise NonFinite(f"{line}; run.nonfinite=skip leaves such steps out")
                     metrics.say(line)
                 lr = learning_rate(step, schedule=config.schedule, steps=steps, peak=config.optim.lr)
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
+                set_learning_rate(optimizer, lr)
                 if finite:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -188,9 +189,8 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     metrics.eval(evaluate(root, held_out, step=taken, world=world))
                 every = config.checkpoint.every
                 if (end and config.checkpoint.last) or (every and taken % every == 0) or signals:
-                    written = checkpoint.save(
-                        directory / checkpoint.FOLDER,
-                        step=taken,
+                    written = saver.save(
+                        taken,
                         model=root.model,
                         optimizer=optimizer,
                         trainer={
@@ -198,12 +198,13 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                             "model": model_config.to_dict(),
                             "config": dataclasses.asdict(config),
                         },
-                        world=world,
-                        keep=config.checkpoint.keep,
                     )
                     metrics.say(f"step {taken}/{last}  saved {written}")
+                saver.poll()
                 if signals and not end:
+                    saver.finish()
                     raise Signalled(f"SIGTERM after step {taken} of {last}; go on with --resume")
+            saver.finish()
 
 
 def open_data(config: Config, world: World) -> tuple[TrainingData, TrainingData | None]:

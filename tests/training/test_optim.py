@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from training.config import Optim, Schedule
-from training.optim import clip, learning_rate, make_optimizer
+from training.data import OptionError
+from training.optim import clip, learning_rate, make_optimizer, set_learning_rate
 
 
 def rates(kind: str, *, steps: int = 10, **options: float) -> list[float]:
@@ -64,3 +65,48 @@ def test_clip_scales_to_the_limit_and_tells_the_norm_before() -> None:
         assert float(clip(parameters, limit=limit)) == pytest.approx(5.0)
         assert float(parameters[0].grad) == pytest.approx(3 * scale)
         assert float(parameters[1].grad[0, 1]) == pytest.approx(4 * scale)
+
+
+def test_stochastic_rounding_keeps_steps_that_nearest_loses() -> None:
+    """At 1.0 a bf16 step is 1/128: a thousandth a step is lost to nearest rounding, not on average."""
+    pytest.importorskip("torchao")
+    moved = {}
+    with torch.compiler.set_stance("force_eager"):
+        for rounding in ("nearest", "stochastic"):
+            torch.manual_seed(0)
+            model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+            nn.init.ones_(model.weight)
+            optimizer = make_optimizer(model, optim=Optim(rounding=rounding, lr=1e-3))  # type: ignore[arg-type]
+            for _ in range(20):
+                model.weight.grad = torch.ones_like(model.weight)
+                set_learning_rate(optimizer, 1e-3)
+                optimizer.step()
+            moved[rounding] = 1 - float(model.weight.detach().float().mean())
+    assert moved["nearest"] == 0
+    assert moved["stochastic"] == pytest.approx(0.02, rel=0.1)
+
+
+def test_eight_bit_states_take_an_eighth_of_fp32s_memory_for_the_same_direction() -> None:
+    """Two bytes and a little a weight instead of eight, and a step like AdamW's."""
+    pytest.importorskip("torchao")
+    weights = {}
+    with torch.compiler.set_stance("force_eager"):
+        for states in ("weights", "8bit"):
+            torch.manual_seed(0)
+            model = nn.Linear(128, 64, bias=False)
+            optimizer = make_optimizer(model, optim=Optim(states=states, lr=1e-2))  # type: ignore[arg-type]
+            for _ in range(5):
+                model.weight.grad = torch.randn_like(model.weight)
+                set_learning_rate(optimizer, 1e-2)
+                optimizer.step()
+            weights[states] = model.weight.detach().clone()
+    state = optimizer.state[model.weight]["exp_avg"]
+    assert state.codes.dtype == torch.uint8
+    assert state.codes.numel() + 4 * state.scale.numel() < 1.05 * model.weight.numel()
+    assert float((weights["8bit"] - weights["weights"]).abs().max()) < 5e-3
+
+
+def test_stochastic_rounding_of_fp32_weights_is_refused() -> None:
+    """It would round nothing: the error says which precision it is for."""
+    with pytest.raises(OptionError, match=r"model\.precision=bf16"):
+        make_optimizer(nn.Linear(2, 2), optim=Optim(rounding="stochastic"))

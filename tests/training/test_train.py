@@ -299,9 +299,28 @@ def test_wrong_resume_is_refused(
     trainer.write_text(text[:-20])
     refused(words(**resume), capsys, "trainer.json")
     trainer.write_text(text)
-    next(trainer.parent.glob("*.distcp")).unlink()
-    refused(words(**resume), capsys, "step-00000002", "can't be loaded")
+    file = next(trainer.parent.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    refused(words(**resume), capsys, file.name, "damaged", "remove")
+    file.unlink()
+    refused(words(**resume), capsys, file.name, "missing", "can't be loaded")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_checkpoints_in_the_background_are_the_same(words: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Training goes on while they are written; resuming gives the same losses; some stay for good."""
+    options = ("checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_every=4", "schedule.steps=11")
+    assert main(words(*options, "checkpoint.background=true", run="behind")) == 0
+    assert main(words(*options, run="whole")) == 0
+    folders = [tmp_path / run / "checkpoints" for run in ("behind", "whole")]
+    for folder in folders:
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["step-00000004", "step-00000008", "step-00000011"]
+    (folders[0] / "step-00000011" / "trainer.json").unlink()
+    assert main(words(*options, run="behind", flags=("--resume",))) == 0
+    assert losses(tmp_path / "behind") == losses(tmp_path / "whole")
 
 
 def test_partial_checkpoint_is_never_resumed_from(words: Callable[..., list[str]], tmp_path: Path) -> None:
