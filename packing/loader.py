@@ -331,10 +331,11 @@ class PackedSampler(Sampler[list[Key]]):
         self._order, self._plan = epoch_order(shards, epoch=epoch, options=options)
         if not 0 <= start <= self.buffers:
             raise OptionError(f"start {start} can't be: epoch {epoch} has {self.buffers} buffers")
+        self.epoch = epoch
+        self.start = start
         self._batch_size = batch_size
         self._rank = rank
         self._world_size = world_size
-        self._start = start
 
     @property
     def buffers(self) -> int:
@@ -343,11 +344,11 @@ class PackedSampler(Sampler[list[Key]]):
 
     def __len__(self) -> int:
         """Batches of this rank from `start` on; the same on every rank."""
-        return math.ceil((self.buffers - self._start) / (self._batch_size * self._world_size))
+        return math.ceil((self.buffers - self.start) / (self._batch_size * self._world_size))
 
     def __iter__(self) -> Iterator[list[Key]]:
         step = self._batch_size * self._world_size
-        for first in range(self._start, self.buffers, step):
+        for first in range(self.start, self.buffers, step):
             numbers = self._order[first + self._rank : first + step : self._world_size].tolist()
             keys: list[Key] = [number if self._plan is None else self._plan.bin(number) for number in numbers]
             yield keys + [None] * (self._batch_size - len(keys))
@@ -357,7 +358,8 @@ class PackedDataLoader:
     """Batches of this rank, epoch after epoch, with a state to go on from.
 
     Each new iterator begins the loader's epoch anew; only the first after `load_state_dict` goes on where
-    the state was taken. When an epoch ends, the loader moves on to the next. One iterator at a time.
+    the state was taken. When an epoch ends, the loader moves on to the next. It is at one place: a new
+    iterator, `set_epoch` and `load_state_dict` end the iterator before.
 
     Args:
         source: A shard directory, or an open shard set.
@@ -408,14 +410,15 @@ class PackedDataLoader:
         self._num_workers = num_workers
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._resumed = False
-        self._epoch, self._buffers = 0, 0
         self._sampler = self._sampler_at(epoch=0, buffers=0)
+        self._buffers = 0  # of the sampler's epoch, handed to callers over all ranks
+        self._resumed = False
+        self._iterator: object = None
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to."""
-        return self._epoch
+        return self._sampler.epoch
 
     def __len__(self) -> int:
         """Batches in the epoch from where the next iterator begins; the same on every rank."""
@@ -423,14 +426,13 @@ class PackedDataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of an epoch; a position that was just loaded in that epoch is kept."""
-        if not (self._resumed and epoch == self._epoch):
-            self._resumed = False
+        if not (self._resumed and epoch == self.epoch):
             self._go_to(epoch=epoch, buffers=0)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: the same on every rank at the same step. Batches made ahead don't count."""
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "buffers": self._buffers,
             "options": asdict(self.options),
             "fingerprint": self.dataset.shards.fingerprint,
@@ -466,14 +468,17 @@ class PackedDataLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._resumed:
-            self._go_to(epoch=self._epoch, buffers=0)
+            self._go_to(epoch=self.epoch, buffers=0)
         self._resumed = False
-        return self._batches()
+        self._iterator = token = object()
+        return self._batches(token)
 
     def _go_to(self, *, epoch: int, buffers: int) -> None:
-        if (epoch, buffers) != (self._epoch, self._buffers):
+        if (epoch, buffers) != (self._sampler.epoch, self._sampler.start):
             self._sampler = self._sampler_at(epoch=epoch, buffers=buffers)
-            self._epoch, self._buffers = epoch, buffers
+        self._buffers = buffers
+        self._resumed = False
+        self._iterator = None
 
     def _sampler_at(self, *, epoch: int, buffers: int) -> PackedSampler:
         return PackedSampler(
@@ -486,14 +491,21 @@ class PackedDataLoader:
             start=buffers,
         )
 
-    def _batches(self) -> Iterator[Batch]:
-        sampler = self._sampler
+    def _batches(self, token: object) -> Iterator[Batch]:
         with closing(self._made()) as made, closing(_ahead(made, count=self._prefetch)) as batches:
             for batch in batches:
+                self._check_current(token)
                 taken = self._buffers + self._batch_size * self._world_size
-                self._buffers = min(taken, sampler.buffers)
+                self._buffers = min(taken, self._sampler.buffers)
                 yield batch
-        self._go_to(epoch=self._epoch + 1, buffers=0)
+        self._check_current(token)
+        self._go_to(epoch=self.epoch + 1, buffers=0)
+
+    def _check_current(self, token: object) -> None:
+        if self._iterator is not token:
+            raise RuntimeError(
+                "this iterator has ended: a later one, set_epoch or load_state_dict took its loader elsewhere"
+            )
 
     def _made(self) -> Generator[Batch]:
         if self._num_workers:

@@ -435,6 +435,39 @@ def test_an_epoch_ends_and_the_next_begins(directory: Path) -> None:
     assert [per_buffer(batch) for batch in loader] == epochs[0]
 
 
+def test_going_back_to_a_state(directory: Path) -> None:
+    """A loader that loads the state that it gave itself goes on from there, from wherever it has got to."""
+    loader = PackedDataLoader(directory, seed=4)
+    whole = never_stopped(directory, len(BINS), seed=4)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    state = loader.state_dict()
+    for further in (0, 2):
+        for _ in range(further):
+            next(iterator)
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        iterator = iter(loader)
+        assert per_buffer(next(iterator)) == [whole[3]]
+
+
+@pytest.mark.parametrize("move", ["iter", "set_epoch", "load_state_dict"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_one_iterator_at_a_time(directory: Path, move: str, prefetch: int) -> None:
+    """An iterator made before the loader was taken elsewhere says so: going on it would spoil the state."""
+    loader = PackedDataLoader(directory, prefetch=prefetch)
+    iterator = iter(loader)
+    next(iterator)
+    {
+        "iter": lambda: iter(loader),
+        "set_epoch": lambda: loader.set_epoch(0),
+        "load_state_dict": lambda: loader.load_state_dict(loader.state_dict()),
+    }[move]()
+    with pytest.raises(RuntimeError, match="this iterator has ended"):
+        next(iterator)
+
+
 def test_a_state_at_the_end_of_an_epoch(directory: Path) -> None:
     """Stopped after the last batch of an epoch: the rest of that epoch is nothing, then comes the next."""
     loader = PackedDataLoader(directory)
