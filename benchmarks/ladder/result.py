@@ -30,6 +30,9 @@ def read(folder: Path, *, run: Path, gpus: int, samples: list[dict[str, float]])
     timed = steps[PROFILED + 1 :]
     seen = [_lines(path) for path in sorted(folder.glob("steps-*.jsonl"))]
     found: dict[str, Any] = {"steps": len(timed)}
+    bound = [line["rows"] for line in lines if line["kind"] == "bound"]
+    if bound:
+        found["bound"] = bound[0]
     probes = [line["loss"] for line in lines if line["kind"] == "eval" and line["step"] == 0]
     if probes:
         found["probe_loss"] = probes[0]
@@ -56,9 +59,9 @@ def read(folder: Path, *, run: Path, gpus: int, samples: list[dict[str, float]])
             # From outside: all that happens between steps counts as well.
             found["wall_s_per_step"] = (window[-1] - window[0]) / (len(window) - 1)
             found |= _gpus([s for s in samples if window[0] <= s["time"] <= window[-1]])
-    for name in ("profile-0.json", "bound.json"):
-        if (folder / name).exists():
-            found[name.split(".")[0].removesuffix("-0")] = json.loads((folder / name).read_text("utf-8"))
+    for key, file in (("profile", folder / "profile-0.json"), ("bound", folder / "bound.json")):
+        if key not in found and file.exists():
+            found[key] = json.loads(file.read_text("utf-8"))
     return found
 
 

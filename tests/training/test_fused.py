@@ -77,13 +77,16 @@ def test_fused_layers_compute_what_transformers_computes() -> None:
         for name, (_, widths) in parts.items()
     }
 
+    # Random pulls, as a norm's output has one length whatever its input: the gradient of Σ out² would be 0.
+    pulls = {name: torch.randn(512, widths[0], device="cuda") for name, (_, widths) in parts.items()}
+
     def run(dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
         found = {}
         for name, (module, _) in parts.items():
             module.to(dtype if name == "mlp" else torch.float32)
             given = [x.detach().to(dtype).requires_grad_() for x in inputs[name]]
             out = module(*given).to(dtype)
-            out.square().sum().backward()
+            (out.float() * pulls[name]).sum().backward()
             found[name] = [t.float() for t in (out, *(x.grad for x in given))]
             module.zero_grad()
         return found
@@ -92,4 +95,4 @@ def test_fused_layers_compute_what_transformers_computes() -> None:
     fuse(model)
     for name, tensors in run(torch.bfloat16).items():
         for got, wanted in zip(tensors, exact[name], strict=True):
-            assert (got - wanted).norm() / wanted.norm() < 2e-2, name
+            assert (got - wanted).norm() / wanted.norm() < 3e-2, name
