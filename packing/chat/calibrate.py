@@ -47,9 +47,9 @@ class Calibration:
         starts: (role before the turn, or "" at the beginning; whether the turn calls tools) -> the text
             that the turn begins with and that is not trained. A missing key: no such turn can be placed.
         why_not: The same keys -> why not, where a probe showed it.
-        ends: Role of the message behind the turn, or "" behind the last -> the markers that may end it,
-            each with what the turn prints behind it. A missing key: no such turn has an end. Empty: no
-            turn has, which only a template with marks of its own may do.
+        ends: (role of the message behind the turn, or "" behind the last; whether the turn calls tools) ->
+            the markers that may end it, each with what the turn prints behind it. A missing key: no such
+            turn has an end. Empty: no turn has, which only a template with marks of its own may do.
         overhang: The marker stands behind the turn's own text: the next message prints it.
         leads: What may stand between the start and the answer where no reasoning does.
         think: What may stand before and behind reasoning.
@@ -63,7 +63,7 @@ class Calibration:
     marked: bool
     starts: Mapping[tuple[str, bool], str]
     why_not: Mapping[tuple[str, bool], str]
-    ends: Mapping[str, tuple[tuple[str, str], ...]]
+    ends: Mapping[tuple[str, bool], tuple[tuple[str, str], ...]]
     overhang: bool
     leads: frozenset[str]
     think: frozenset[tuple[str, str]]
@@ -214,7 +214,7 @@ def region_of(render: Render, message: int) -> tuple[int, int] | None:
 def find_dialect(template: ChatTemplate) -> tuple[Dialect, frozenset[str]]:
     """How the template takes reasoning, calls and tools, and what of them it prints (`renders`)."""
     words = _Words("Quokka")
-    dialect = Dialect(thinking="thinking" in template.reads)
+    dialect = Dialect(aliases=tuple(sorted({"thinking", "reasoning"} & template.reads)))
     renders = set()
 
     def shows(messages: Sequence[Mapping[str, Any]], *wanted: str, **more: Any) -> str | None:
@@ -439,19 +439,19 @@ def _common(texts: Sequence[str]) -> str:
 
 def _find_ends(
     observations: Sequence[_Observation], template: ChatTemplate, bos: str | None, special: re.Pattern[str]
-) -> tuple[dict[str, tuple[tuple[str, str], ...]], bool]:
+) -> tuple[dict[tuple[str, bool], tuple[tuple[str, str], ...]], bool]:
     """The markers that end a turn, by what follows it; and whether the next message prints them."""
-    ends: dict[str, set[tuple[str, str]]] = {}
+    ends: dict[tuple[str, bool], set[tuple[str, str]]] = {}
     plain = [seen for seen in observations if not seen.calls]
     for seen in plain:
         tail = seen.region[seen.region.rindex(seen.answer) + len(seen.answer) :]
-        ends.setdefault(seen.next, set()).add(_marker(tail, bos, special))
+        ends.setdefault((seen.next, False), set()).add(_marker(tail, bos, special))
     none = ("", "")
     if all(found == {none} for found in ends.values()):
         shared, _ = _marker(_whole_tags(_common([seen.following for seen in plain])), bos, special)
         if shared:
-            return dict.fromkeys(ends, ((shared, ""),)), True
-    lacking = [following for following in ("user", "") if none in ends[following]]
+            return {(seen.next, seen.calls > 0): ((shared, ""),) for seen in observations}, True
+    lacking = [following for following in ("user", "") if none in ends[following, False]]
     if lacking and template.has_generation:
         return {}, False
     if lacking:
@@ -461,16 +461,26 @@ def _find_ends(
             "would not learn to stop. Give a template that prints one with --chat-template"
         )
     for seen in observations:
-        found = ends.setdefault(seen.next, set())
-        tail = seen.region.rstrip()
-        if seen.calls and not any(marker and tail.endswith(marker + behind) for marker, behind in found):
-            tags = list(TAG.finditer(tail))
-            found.add((tags[-1].group(), "") if tags and tags[-1].end() == len(tail) else none)
+        if seen.calls:
+            known = ends.get((seen.next, False), set()) - {none}
+            ends.setdefault((seen.next, True), set()).add(_end_of_call(seen.region.rstrip(), known, special))
     return {
-        following: tuple(sorted(found, key=lambda pair: -len("".join(pair))))
-        for following, found in ends.items()
-        if found and none not in found
+        kind: tuple(sorted(found, key=lambda pair: -len("".join(pair))))
+        for kind, found in ends.items()
+        if none not in found
     }, False
+
+
+def _end_of_call(turn: str, known: Iterable[tuple[str, str]], special: re.Pattern[str]) -> tuple[str, str]:
+    """What ends a turn with calls: a marker that ends others, or a special token of its own.
+
+    A tag that is no special token, such as </tool_call>, closes the call and not the turn.
+    """
+    for marker, behind in known:
+        if turn.endswith(marker + behind):
+            return marker, behind
+    tokens = list(special.finditer(turn))
+    return (tokens[-1].group(), "") if tokens and tokens[-1].end() == len(turn) else ("", "")
 
 
 def _marker(tail: str, bos: str | None, special: re.Pattern[str]) -> tuple[str, str]:
@@ -510,16 +520,15 @@ def _find_markers(
     template: ChatTemplate,
     dialect: Dialect,
     starts: Mapping[tuple[str, bool], str],
-    ends: Mapping[str, tuple[tuple[str, str], ...]],
+    ends: Mapping[tuple[str, bool], tuple[tuple[str, str], ...]],
 ) -> frozenset[str]:
-    """The tags around messages; a header or end without any tag is a marker itself."""
-    texts = [start.strip() for start in starts.values()]
-    texts += [marker.strip() for found in ends.values() for marker, _ in found]
-    markers = {text for text in texts if text and not TAG.search(text)}
+    """The tags around messages; what stands before or behind one without any tag is a marker itself."""
+    around = [*starts.values(), *(marker for found in ends.values() for marker, _ in found)]
     for shape in ("uaua", "suaua"):
-        if seen := _try(template, _build(shape, _Words("Quokka")), dialect):
-            for piece in seen[0].pieces:
-                if piece.message >= 0:
-                    texts.append(seen[0].text[piece.start : piece.end])
-    markers |= {tag for text in texts for tag in TAG.findall(text) if not THINK.fullmatch(tag)}
-    return frozenset(markers)
+        words = _Words("Quokka")
+        if seen := _try(template, _build(shape, words), dialect):
+            for start, end, message in seen[0].pieces:
+                if message >= 0:
+                    around += seen[0].text[start:end].split(words.given[message])
+    tags = {tag for text in around for tag in TAG.findall(text) if not THINK.fullmatch(tag)}
+    return frozenset(tags.union(text.strip() for text in around if not TAG.search(text)) - {""})

@@ -42,14 +42,14 @@ class Dialect:
     Attributes:
         reasoning: It prints the field `reasoning_content`, so inline think blocks move there.
         think_tags: It has no such field, but treats think tags in the content as markup.
-        thinking: It reads the field `thinking` (gpt-oss does), so reasoning stands there as well.
+        aliases: Other fields that it reads, and that reasoning stands in as well (gpt-oss: `thinking`).
         arguments: Whether a call's arguments are an object or JSON text.
         call_ids: It demands ids of nine characters on calls and tool replies (Mistral does).
     """
 
     reasoning: bool = True
     think_tags: bool = False
-    thinking: bool = False
+    aliases: tuple[str, ...] = ()
     arguments: Literal["object", "text"] = "object"
     call_ids: bool = False
 
@@ -71,6 +71,8 @@ def adapt(
 
 
 def _message(message: Mapping[str, Any], number: int, dialect: Dialect, notes: list[str]) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RowRejected(Reason.BAD_MESSAGE, f"message {number} is {type(message).__name__}, not an object")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise RowRejected(Reason.UNKNOWN_ROLE, f"message {number} has the role {str(role)[:40]!r}")
@@ -81,12 +83,16 @@ def _message(message: Mapping[str, Any], number: int, dialect: Dialect, notes: l
     result = dict(message)
     if role != "assistant":
         return result
+    if not isinstance(result.get("reasoning_content", ""), str):
+        raise RowRejected(Reason.BAD_MESSAGE, f"message {number} has reasoning that is not text")
     if calls := result.pop("tool_calls", None):
+        if not isinstance(calls, list | tuple):
+            raise RowRejected(Reason.BAD_TOOLS, f"message {number} has tool calls that are no list")
         result["tool_calls"] = [_call(call, number, dialect) for call in calls]
     if "think>" in content and (dialect.reasoning or dialect.think_tags):
         _settle_think_tags(result, number, dialect, notes)
-    if dialect.thinking and "reasoning_content" in result:
-        result["thinking"] = result["reasoning_content"]
+    if "reasoning_content" in result:
+        result.update(dict.fromkeys(dialect.aliases, result["reasoning_content"]))
     return result
 
 
@@ -149,9 +155,9 @@ def _call(call: Mapping[str, Any], number: int, dialect: Dialect) -> dict[str, A
     arguments = function.get("arguments")
     if not isinstance(arguments, Mapping):
         raise RowRejected(
-            Reason.BAD_TOOLS, f"message {number}: the arguments of {function['name']} are no object"
+            Reason.BAD_TOOLS, f"message {number}: the arguments of {function['name']!r} are no object"
         )
-    text = to_json(arguments, f"message {number}: the arguments of {function['name']}")
+    text = to_json(arguments, f"message {number}: the arguments of {function['name']!r}")
     taken = text if dialect.arguments == "text" else arguments
     return {**call, "function": {**function, "arguments": taken}}
 

@@ -486,7 +486,7 @@ def encode_chat(
     notes: list[str] = []
     read = [
         read_message(message, where=f"messages[{number}]", roles={}, notes=notes)
-        for number, message in enumerate(messages)
+        for number, message in enumerate(messages or ())
     ]
     conversation = Conversation(
         messages=[clean(message, replace=False, notes=notes) for message, _ in read],

@@ -159,7 +159,7 @@ def _check_tools(
     for tool in tools:
         name = tool["function"]["name"]
         if not any(name in place for place in elsewhere):
-            raise RowRejected(Reason.TEXT_LOST, f"the chat template does not print the tool {name}")
+            raise RowRejected(Reason.TEXT_LOST, f"the chat template does not print the tool {name!r}")
 
 
 def _marks(
@@ -250,9 +250,11 @@ class _Turn:
         if not self.calibration.ends:
             return None
         begin, stop = self.region
-        ends = self.calibration.ends.get(self.following)
+        ends = self.calibration.ends.get((self.following, bool(self.calls)))
         if ends is None:
-            raise _uncertain(self.number, f"no token ends a turn that a {self.following} message follows")
+            what = "calls tools" if self.calls else "speaks"
+            where = f"before a {self.following} message" if self.following else "at the end"
+            raise _uncertain(self.number, f"no token ends the turn of an assistant that {what} {where}")
         text = self.text[begin:stop].rstrip()
         for marker, behind in ends:
             if self.calibration.overhang:
@@ -331,10 +333,10 @@ class _Turn:
     def _check_call(self, call: Mapping[str, Any], said: str) -> None:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if said.count(name) < sum(other["function"]["name"] == name for other in self.calls):
-            raise _lost(self.number, f"a call of {name} is left out")
+            raise _lost(self.number, f"a call of {name!r} is left out")
         for leaf in [arguments] if isinstance(arguments, str) else _leaves(arguments):
             if not _printed(leaf, said):
-                raise _lost(self.number, f"{str(leaf)[:60]!r} in a call of {name} is left out or changed")
+                raise _lost(self.number, f"{str(leaf)[:60]!r} in a call of {name!r} is left out or changed")
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -386,7 +388,8 @@ def _check_foreign(
     try:
         other = template.render(exchanged, tools=tools)
     except RENDER_ERRORS as error:
-        raise _uncertain(0, f"the row does not render with other texts ({error})") from error
+        what = " ".join(str(error).split())[:100]
+        raise _uncertain(0, f"the row does not render with other texts ({what})") from error
     places = _regions(other, exchanged)
     for number, message in enumerate(messages):
         here, there = regions[number], places[number]

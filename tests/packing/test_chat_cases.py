@@ -372,8 +372,8 @@ def test_later_tool_turns_lose_text_and_header(reason):
     ("messages", "lost"),
     [
         ([u("q"), a("beside", tool_calls=[call({"x": 1})])], "text is left out"),
-        ([u("q"), a("", tool_calls=[call({"x": 1}), call({"x": 2}, "g")])], "'g'|of g"),
-        ([u("q"), a("", tool_calls=[call({"x": 1}), call({"x": 1})])], "of f"),
+        ([u("q"), a("", tool_calls=[call({"x": 1}), call({"x": 2}, "g")])], "'g'"),
+        ([u("q"), a("", tool_calls=[call({"x": 1}), call({"x": 1})])], "of 'f'"),
     ],
 )
 def test_what_stands_beside_a_call_may_not_vanish(reason, messages, lost):

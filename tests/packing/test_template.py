@@ -217,14 +217,14 @@ def test_header_and_end_are_learnt(source, start, end):
     """The header is what the generation prompt prints too, without a think tag that only some turns have."""
     found = learn(source)
     assert found.starts["user", False] == start
-    assert found.ends[""] == found.ends["user"] == ((end, ""),)
+    assert found.ends["", False] == found.ends["user", False] == ((end, ""),)
 
 
 def test_the_last_turn_may_end_otherwise():
     """gpt-oss ends its last turn with another token than the others."""
     ends = learn(T["gpt_oss"]).ends
-    assert ends[""] == (("<|return|>", ""),)
-    assert ends["user"] == (("<|end|>", ""),)
+    assert ends["", False] == (("<|return|>", ""),)
+    assert ends["user", False] == (("<|end|>", ""),)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_only_the_marker_is_the_end(tail, marker, behind):
     source = T["chatml"].replace(
         "'<|im_end|>\\n'", f"({tail!r} if m.role == 'assistant' else '<|im_end|>\\n')"
     )
-    assert learn(source).ends["user"] == ((marker, behind),)
+    assert learn(source).ends["user", False] == ((marker, behind),)
 
 
 def test_the_dialect_is_learnt():
@@ -257,7 +257,7 @@ def test_the_dialect_is_learnt():
     assert {"reasoning"} == qwen.renders & {"reasoning", "earlier_reasoning"}
     assert (deepseek.dialect.arguments, deepseek.dialect.think_tags) == ("text", True)
     assert "system" not in deepseek.renders
-    assert gptoss.dialect.thinking
+    assert gptoss.dialect.aliases == ("thinking",)
     assert "tool_calls" not in gptoss.renders
 
 
@@ -344,4 +344,4 @@ def test_an_end_that_the_next_message_prints_is_the_end():
     )
     found = learn(source)
     assert found.overhang
-    assert found.ends[""] == (("</s>", ""),)
+    assert found.ends["", False] == (("</s>", ""),)

@@ -32,6 +32,7 @@ PAIRS = sorted(
     entry.name.removesuffix("_training.jinja") for entry in FOLDER.iterdir() if "_training" in entry.name
 )
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+SPECIAL_TOKENS = re.compile(r"</?s>|<\|(call|return|end|eot)\|>|<\|tool_response>")
 
 REFUSED = {
     "glm4moe": "no token that ends",
@@ -66,7 +67,7 @@ def differences(name, rows):
 
     plain, training = (FOLDER.joinpath(f"{name}{end}.jinja").read_text("utf-8") for end in ("", "_training"))
     template = ChatTemplate(plain, name=name, special_tokens=SPECIAL, arguments={})
-    calibration = calibrate(template, bos="<s>", special=re.compile("</?s>"))
+    calibration = calibrate(template, bos="<s>", special=SPECIAL_TOKENS)
     ours, theirs, compared = Counter(), Counter(), 0
     for row in rows:
         try:
@@ -120,7 +121,7 @@ def test_the_marked_sibling_is_used_as_marked(name):
     """A training template's own marks are our spans: nothing is added but what ends a turn."""
     source = FOLDER.joinpath(f"{name}_training.jinja").read_text("utf-8")
     template = ChatTemplate(source, name=name, special_tokens=SPECIAL, arguments={}, date="2026-01-02")
-    calibration = calibrate(template, bos="<s>", special=re.compile("</?s>"))
+    calibration = calibrate(template, bos="<s>", special=SPECIAL_TOKENS)
     compared = 0
     for row in own_rows():
         try:
@@ -224,7 +225,7 @@ def test_the_sixteenth_template_is_refused(shared):
     source = (shared / "templates" / "GLM-4.6.jinja").read_text("utf-8")
     template = ChatTemplate(source, name="GLM-4.6", special_tokens=SPECIAL, arguments={})
     with pytest.raises(TemplateError, match=r"GLM-4\.6 prints no token that ends"):
-        calibrate(template, bos="<s>", special=re.compile("</?s>"))
+        calibrate(template, bos="<s>", special=SPECIAL_TOKENS)
 
 
 @pytest.mark.shared
@@ -237,7 +238,7 @@ def test_turns_are_where_prefix_renders_have_them(shared, name):
     """
     source = (shared / "templates" / f"{name}.jinja").read_text("utf-8")
     template = ChatTemplate(source, name=name, special_tokens=SPECIAL, arguments={}, date="2026-01-02")
-    calibration = calibrate(template, bos="<s>", special=re.compile("</?s>"))
+    calibration = calibrate(template, bos="<s>", special=SPECIAL_TOKENS)
     compared = 0
     for row in real_rows(shared, step=30):
         tools = row.get("tools") or None
