@@ -345,3 +345,33 @@ def test_an_end_that_the_next_message_prints_is_the_end():
     found = learn(source)
     assert found.overhang
     assert found.ends["", False] == (("</s>", ""),)
+
+
+def test_a_tag_that_closes_a_call_ends_no_turn():
+    """A template that forgets the end token behind a call: </tool_call> would not stop the model."""
+    forgetful = T["hermes"].replace(
+        "{{- '<|im_end|>\\n' }}", "{{- '' if m.tool_calls else '<|im_end|>\\n' }}"
+    )
+    found = learn(forgetful)
+    assert ("", False) in found.ends
+    assert ("", True) not in found.ends
+    closed = learn(
+        T["hermes"].replace("{{- '<|im_end|>\\n' }}", "{{- '</s>' if m.tool_calls else '<|im_end|>\\n' }}")
+    )
+    assert closed.ends["", True] == (("</s>", ""),)
+
+
+def test_markers_are_tags_or_whole_headers():
+    """What a conversation must not spell: tags around messages, or the words where there are no tags."""
+    assert learn(T["gemma"]).markers == {"<start_of_turn>", "<end_of_turn>"}
+    worded = LOOP + "{{ m.role + ':' + m.content + '</s>' }}" + END
+    worded += "{% if add_generation_prompt %}assistant:{% endif %}"
+    assert learn(worded).markers == {"system:", "user:", "assistant:", "</s>"}
+    assert "<think>" not in learn(T["keeps_reasoning"]).markers
+
+
+def test_reasoning_goes_by_the_names_that_the_template_reads():
+    """`thinking` and `reasoning` are filled where the template reads them, and nowhere else."""
+    source = T["gpt_oss"].replace("m.thinking", "m.reasoning")
+    assert learn(source).dialect.aliases == ("reasoning",)
+    assert learn(T["qwen3"]).dialect.aliases == ()
