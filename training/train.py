@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,6 +135,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     num_items_in_batch=int(supervised),
                     device=world.device,
                     reduce_each=config.parallel.reduce == "micro_batch",
+                    handshake=step == done,
                 )
                 norm = clip(root.parameters(), limit=config.optim.clip)
                 clock.mark()
@@ -277,6 +279,7 @@ def forward_backward(
     num_items_in_batch: int,
     device: torch.device,
     reduce_each: bool = False,
+    handshake: bool = False,
 ) -> Tensor:
     """Gradients of one step: of the loss sum over all ranks and micro-batches, divided by their count.
 
@@ -287,17 +290,23 @@ def forward_backward(
         device: Where the root is.
         reduce_each: Sum over ranks after each micro-batch, not once a step: more communication, but
             no rank holds whole gradients in between.
+        handshake: Check on the first micro-batch that every layer computed with its boundaries.
 
     Returns:
         This rank's share of the step's loss, fp32 scalar on the device, detached.
+
+    Raises:
+        KernelError: the handshake failed: a layer computed with other boundaries.
     """
     share = torch.zeros((), device=device)
     for number, batch in enumerate(batches, start=1):
         if isinstance(root, FSDPModule):
             root.set_requires_gradient_sync(reduce_each or number == len(batches))
         # A step without any supervised token has a loss of 0 and gradients of 0, not NaN.
-        loss = root(**on_device(batch.inputs, device)) / max(1, num_items_in_batch)
-        loss.backward()
+        first = handshake and number == 1
+        with kernels.handshake(root.model, batch.inputs) if first else nullcontext():
+            loss = root(**on_device(batch.inputs, device)) / max(1, num_items_in_batch)
+            loss.backward()
         share += loss.detach()
     reduce_whole([parameter for parameter in root.parameters() if not isinstance(parameter, DTensor)])
     return share
