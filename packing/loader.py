@@ -95,26 +95,25 @@ def collate(rows: Sequence[PackedBuffer | Mapping[str, Any]]) -> Batch:
         raise ValueError("a batch holds at least one buffer")
     buffers = [row if isinstance(row, PackedBuffer) else _from_row(row) for row in rows]
     segments = [_segments(buffer) for buffer in buffers]
-    lengths = np.concatenate(segments)
-    cu_seqlens = torch.from_numpy(boundaries.cu_seqlens(lengths))
-    total = int(lengths.sum())
-    ids = np.zeros((1, total), np.int64)
-    labels = np.full((1, total), IGNORE_INDEX, np.int64)
+    lengths = segments[0] if len(segments) == 1 else np.concatenate(segments)
+    cu_seqlens, position_ids, seq_idx, longest = boundaries.all_of(lengths)
+    ids = np.empty((1, position_ids.size), np.int64)
+    labels = np.empty((1, position_ids.size), np.int64)
     start = 0
     for buffer, filled in zip(buffers, segments, strict=True):
-        ids[0, start : start + len(buffer)] = buffer.input_ids
-        labels[0, start : start + len(buffer)] = buffer.labels
-        start += int(filled.sum())
-    longest = boundaries.max_seqlen(lengths)
+        real, end = start + len(buffer), start + int(filled.sum())
+        ids[0, start:real], ids[0, real:end] = buffer.input_ids, 0
+        labels[0, start:real], labels[0, real:end] = buffer.labels, IGNORE_INDEX
+        start = end
     return {
         "input_ids": torch.from_numpy(ids),
         "labels": torch.from_numpy(labels),
-        "position_ids": torch.from_numpy(boundaries.position_ids(lengths)[None]),
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens.clone(),
+        "position_ids": torch.from_numpy(position_ids[None]),
+        "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
+        "cu_seq_lens_k": torch.from_numpy(cu_seqlens.copy()),
         "max_length_q": longest,
         "max_length_k": longest,
-        "seq_idx": torch.from_numpy(boundaries.seq_idx(lengths)[None]),
+        "seq_idx": torch.from_numpy(seq_idx[None]),
     }
 
 
@@ -302,7 +301,7 @@ class PackedSampler(Sampler[list[Key]]):
 
     Args:
         shards: What to order.
-        options: The order.
+        options: The order; None takes the defaults.
         batch_size: Buffers in a batch.
         rank: Of this process, 0 … world_size - 1.
         world_size: Processes that share the buffers.
@@ -317,7 +316,7 @@ class PackedSampler(Sampler[list[Key]]):
         self,
         shards: ShardSet,
         *,
-        options: OrderOptions,
+        options: OrderOptions | None = None,
         batch_size: int = 1,
         rank: int = 0,
         world_size: int = 1,
@@ -328,14 +327,21 @@ class PackedSampler(Sampler[list[Key]]):
             raise OptionError(f"batch_size {batch_size} can't be: choose 1 or more")
         if not 0 <= rank < world_size:
             raise OptionError(f"rank {rank} of {world_size} can't be: choose 0 to world_size - 1")
-        self._order, self._plan = epoch_order(shards, epoch=epoch, options=options)
-        if not 0 <= start <= self.buffers:
-            raise OptionError(f"start {start} can't be: epoch {epoch} has {self.buffers} buffers")
-        self.epoch = epoch
-        self.start = start
+        self._shards = shards
+        self._options = options or OrderOptions()
         self._batch_size = batch_size
         self._rank = rank
         self._world_size = world_size
+        self.set_epoch(epoch)
+        if not 0 <= start <= self.buffers:
+            raise OptionError(f"start {start} can't be: epoch {epoch} has {self.buffers} buffers")
+        self.start = start
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the beginning of an epoch; before its iterator is made, as torch has it."""
+        self._order, self._plan = epoch_order(self._shards, epoch=epoch, options=self._options)
+        self.epoch = epoch
+        self.start = 0
 
     @property
     def buffers(self) -> int:

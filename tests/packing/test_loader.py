@@ -306,6 +306,15 @@ def test_ranks_share_an_epoch(
     assert len(dealt) - len(expected) < world_size * batch_size
 
 
+def test_a_sampler_goes_from_epoch_to_epoch(shards: ShardSet) -> None:
+    """`set_epoch`, as torch's samplers have it, gives the epoch's order from its beginning."""
+    sampler = PackedSampler(shards, start=5)
+    for epoch in (3, 0):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == list(PackedSampler(shards, epoch=epoch))
+        assert len(sampler) == len(shards)
+
+
 # Resume
 
 
