@@ -88,6 +88,15 @@ def test_what_is_written_comes_back(
     ]
 
 
+def test_buffers_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer holds no more than a record batch of tokens: 60 or more here, in batches of whole buffers."""
+    monkeypatch.setattr(writer, "_BATCH_TOKENS", 60)
+    out = make_set(tmp_path / "set", BINS)
+    with pa.ipc.open_stream((out / "data-00000.arrow").read_bytes()) as stream:
+        tokens = [batch.column("seq_lengths").flatten().to_pylist() for batch in stream]
+    assert tokens == [[5, 3, 64], [1, 20, 20, 20], [1, 1, 1, 1]]
+
+
 def test_reading_copies_nothing(directory: Path) -> None:
     """A buffer is a view of the mapped file: read-only, and the same memory each time."""
     shards = open_shards(directory)
