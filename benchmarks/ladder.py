@@ -29,9 +29,9 @@ from ladder.rungs import ANCHOR, BY_NAME, RUNGS, Rung, environment_of, settings_
 from record import RESULTS, save
 
 ROOT = Path(__file__).resolve().parents[1]
-START = 35.0
+START = 30.0
 """Seconds from a rung's start to its first step: imports, random weights, NCCL."""
-FIRST = 25.0
+FIRST = 20.0
 """Seconds of a first step beyond a usual one: kernels are loaded, and compiled where the cache lacks them."""
 PROFILE = 12.0
 """Seconds of the profiled step beyond a usual one."""
@@ -54,12 +54,14 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rungs", default=",".join(BY_NAME), help=f"of {', '.join(rung.name for rung in RUNGS)}"
     )
+    parser.add_argument("--precision", choices=["bf16", "mixed"], default="bf16", help="mixed: fp32 masters")
     parser.add_argument("--steps", type=int, default=30, help="timed steps a rung")
     parser.add_argument("--anchor-steps", type=int, help=f"timed steps of rung {ANCHOR} where only an anchor")
     parser.add_argument("--set", action="append", default=[], metavar="RUNG:section.key=value")
     parser.add_argument(
         "--deadline-s", type=float, help="stop after so many seconds, with what is there by then"
     )
+    parser.add_argument("--profile", metavar="RUNGS", help="profile one step of these alone; all by default")
     parser.add_argument("--plan", action="store_true", help="print plan and prices, run nothing")
     parser.add_argument(
         "--report", action="store_true", help="make table and picture from the JSON, run nothing"
@@ -101,6 +103,7 @@ def main(words: Sequence[str] | None = None) -> int:
                     f"rung {rung.name}: left out, {left:.0f} s are left and it needs {planned['least']:.0f}"
                 )
                 continue
+            print(f"{time.strftime('%H:%M:%S')} rung {rung.name} begins", flush=True)
             row = climb(rung, planned, work=work, gpus=args.gpus, seconds=left)
             price.judge(row, lengths=lengths, machine=results["machine"])
             print(f"rung {rung.name}: {report.line(row)}", flush=True)
@@ -138,28 +141,34 @@ def chosen(names: str) -> list[Rung]:
 
 
 def plan(rung: Rung, *, args: argparse.Namespace, model: Mapping[str, Any], cuda: bool) -> dict[str, Any]:
-    """What a rung will do: `settings`, `steps`, `seconds` (expected), `least` (worth beginning), `price`."""
+    """What a rung will do: settings, steps, expected seconds, the least worth beginning, price."""
     only_anchor = rung.name == ANCHOR and ANCHOR not in args.rungs.split(",") and args.anchor_steps
     timed = args.anchor_steps if only_anchor else args.steps
+    profiled = args.profile is None or rung.name in args.profile.split(",")
     settings = settings_of(rung, cuda=cuda) | {"model.precision": args.precision if cuda else "fp32"}
+    own = {}
     for override in args.set:
         name, _, assignment = override.partition(":")
         key, _, value = assignment.partition("=")
         if name == rung.name:
-            settings[key] = _value(value)
+            own[key] = _value(value)
+    settings |= own
     foreseen = price.foresee(settings, rung=rung, model=model, gpus=args.gpus, capacity=args.capacity)
     if not cuda:
         foreseen = None  # priced for GPUs only
     step = foreseen["step"] if foreseen else 1.0
-    before = START + FIRST + PROFILE if cuda else 15.0
-    steps = result.PROFILED + 1 + timed
+    before = START + FIRST + PROFILE * profiled if cuda else 15.0
+    first = result.WARMUP + profiled
     return {
         "rung": rung.name,
         "title": rung.title,
         "settings": settings,
-        "steps": steps,
-        "seconds": before + (steps + 2) * step,
-        "least": before + (result.PROFILED + 1 + timed / 3) * step,
+        "own": own,
+        "steps": first + timed,
+        "first": first,
+        "profile_step": result.WARMUP if profiled else -1,
+        "seconds": before + (first + timed + 2) * step,
+        "least": before + (first + timed / 3) * step,
         "price": foreseen,
     }
 
@@ -201,7 +210,7 @@ def climb(
         "kind": rung.kind,
         "folder": str(folder),
         "config": str(folder / "run.toml"),
-        "profile_step": result.PROFILED,
+        "profile_step": planned["profile_step"],
         "kernels": rung.kernels,
         "sorted": rung.sorted,
         "recompute": rung.recompute,
@@ -223,10 +232,11 @@ def climb(
         "kind": rung.kind,
         "gpus": ranks,
         "settings": planned["settings"],
+        "own": planned["own"],
         "environment": environment_of(rung),
         "price": planned["price"],
         "seconds": time.monotonic() - started,
-        **result.read(folder, run=run, gpus=ranks, samples=watch.samples),
+        **result.read(folder, run=run, gpus=ranks, samples=watch.samples, first=planned["first"]),
     }
     said = log.read_text("utf-8", errors="replace")
     if problem:

@@ -65,6 +65,7 @@ def write(path: Path) -> None:
         f"# {path.stem}",
         f"{results['machine']}; commit {record['commit']}, {record['date']}. {_of(results['lengths'])}",
         "\n".join(lines),
+        _own(rows),
         _anchors(results),
         *(_dearest(name, row) for name, row in rows if "profile" in row),
     ]
@@ -93,6 +94,15 @@ def _of(lengths: Mapping[str, Any]) -> str:
     return (
         f"Lengths: {lengths['source']}, mean {lengths['mean']:.0f} tokens; the data set is "
         f"{lengths['conversations']:,} conversations of them."
+    )
+
+
+def _own(rows: list[tuple[str, dict[str, Any]]]) -> str:
+    """What was set by hand."""
+    return "  \n".join(
+        f"Rung {name} with {', '.join(f'{key} = {value}' for key, value in row['own'].items())}."
+        for name, row in rows
+        if row["own"]
     )
 
 

@@ -12,11 +12,11 @@ from record import spread
 
 WARMUP = 3
 """Steps before anything counts; compilations after them are counted too."""
-PROFILED = WARMUP
-"""The step that is profiled on rank 0; those after it are timed."""
 
 
-def read(folder: Path, *, run: Path, gpus: int, samples: list[dict[str, float]]) -> dict[str, Any]:
+def read(
+    folder: Path, *, run: Path, gpus: int, samples: list[dict[str, float]], first: int
+) -> dict[str, Any]:
     """A rung's numbers; whatever it did not come to is left out.
 
     Args:
@@ -24,10 +24,11 @@ def read(folder: Path, *, run: Path, gpus: int, samples: list[dict[str, float]])
         run: The run directory, with metrics.jsonl.
         gpus: Ranks.
         samples: From `launch.Watch`.
+        first: The first step that is timed, from 0.
     """
     lines = _lines(run / "metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "train"]
-    timed = steps[PROFILED + 1 :]
+    timed = steps[first:]
     seen = [_lines(path) for path in sorted(folder.glob("steps-*.jsonl"))]
     found: dict[str, Any] = {"steps": len(timed)}
     bound = [line["rows"] for line in lines if line["kind"] == "bound"]
@@ -54,7 +55,7 @@ def read(folder: Path, *, run: Path, gpus: int, samples: list[dict[str, float]])
             found["peak_gib"] = {
                 kind: max(rank[-1][kind] for rank in seen) / 2**30 for kind in ("allocated", "reserved")
             } | {"retries": max(rank[-1]["retries"] for rank in seen)}
-        window = [line["time"] for line in seen[0][PROFILED:]]
+        window = [line["time"] for line in seen[0][first - 1 :]]
         if timed and len(window) > 1:
             # From outside: all that happens between steps counts as well.
             found["wall_s_per_step"] = (window[-1] - window[0]) / (len(window) - 1)

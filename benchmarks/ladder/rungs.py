@@ -103,8 +103,8 @@ RUNGS = (
     ),
     Rung(name="4h", title="+ compiled blocks", kind="trainer", after="4d", cuda={"model.compile": "layers"}),
     Rung(name="4", title="what gained, together", kind="trainer", after="4d"),
-    Rung(name="peer", title="TRL's SFTTrainer: packing, liger", kind="peer", environment=FLA),
-    Rung(name="peer+", title="the same without recomputation", kind="peer", environment=FLA, recompute=False),
+    Rung(name="peer", title="TRL's SFTTrainer: packing, liger", kind="peer"),
+    Rung(name="peer+", title="the same without recomputation", kind="peer", recompute=False),
 )
 BY_NAME = {rung.name: rung for rung in RUNGS}
 ANCHOR = "3"

@@ -1,5 +1,6 @@
 """The whole ladder as a dry run: a tiny model, two ranks under gloo, on the CPU."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -34,14 +35,12 @@ def ladder(out: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def climbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two pieces: the second joins what the first measured."""
+    """One piece of the ladder, rung 3 beside it as its anchor."""
     out = tmp_path_factory.mktemp("ladder")
     lengths = out / "lengths.txt"
     lengths.write_text(" ".join(map(str, np.random.default_rng(0).integers(16, 120, 300))), "utf-8")
-    words = ["--gpus", "2", "--steps", "2", "--lengths", str(lengths)]
-    ladder(out, *words, "--rungs", "1,2s", "--anchor-steps", "1")
     kept = ["--set", "4d:model.keep_layers=2", "--set", "4d:model.whole_layers=1"]
-    ladder(out, *words, "--rungs", "4d", *kept)
+    ladder(out, "--gpus", "2", "--steps", "2", "--lengths", str(lengths), "--rungs", "1,2s,4d", *kept)
     return out
 
 
@@ -52,7 +51,7 @@ def rows(climbed: Path) -> dict[str, Any]:
 
 
 def test_every_rung_is_there(rows: dict[str, Any]) -> None:
-    """Pieces join in one file, each rung with the steps asked for; the anchor's longer run stays."""
+    """The anchor runs unasked beside the rungs asked for; each has its steps, its counts and its trace."""
     assert sorted(rows) == sorted(RUN)
     for name, row in rows.items():
         assert "problem" not in row, name
@@ -60,7 +59,7 @@ def test_every_rung_is_there(rows: dict[str, Any]) -> None:
         assert row["real_tokens_per_s_per_gpu"] > 0
         assert row["profile"]["cpu"]["operations"] > 1000
         assert len(row["profile"]["cpu"]["top"]) == 10
-        assert row["compiles"]["batches"] == 2 * (result.PROFILED + 1 + 2)
+        assert row["compiles"]["batches"] == 2 * (result.WARMUP + 1 + 2)
 
 
 def test_losses_and_gradients_agree(rows: dict[str, Any]) -> None:
@@ -91,6 +90,28 @@ def test_table_and_picture(climbed: Path, rows: dict[str, Any]) -> None:
         assert f"| {ratio:.2f} |" in rows_of[name]
     assert "## Rung 4d" in text
     assert (climbed / "ladder-tiny-2cpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pieces_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the same code measured before on such a machine is joined; of two runs the longer stays."""
+    spec = importlib.util.spec_from_file_location("ladder_command", BENCHMARKS / "ladder.py")
+    assert spec is not None
+    assert spec.loader is not None
+    command = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(command)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(command, "_code", lambda: "this")
+    row = {"steps": 30, "step_s": {"median": 1.0}, "real_tokens_per_s_per_gpu": 2.0}
+    results = command._earlier("some")
+    assert results == {"rungs": {}, "anchors": []}
+    command._merge(results, BY_NAME["3"], row)
+    command._merge(results, BY_NAME["3"], {**row, "steps": 8})
+    assert results["rungs"]["3"]["steps"] == 30
+    assert len(results["anchors"]) == 2
+    for code, joined in (("this", results["rungs"]), ("another", {})):
+        found = {"results": {**results, "code": code, "machine": command._machine()}}
+        (tmp_path / "some.json").write_text(json.dumps(found))
+        assert command._earlier("some")["rungs"] == joined
 
 
 def test_deadline(tmp_path: Path) -> None:
