@@ -35,9 +35,10 @@ OPEN, CLOSE = "⟦", "⟧"
 REJECTS_SHOWN = 10
 """Rejected rows that a preview lists; `rejects.jsonl` has them all."""
 
-# Text from outside must not steer the terminal: control characters become their pictures.
+# Text from outside must not steer the terminal: control characters become their pictures, and marks
+# that turn the direction of writing U+FFFD.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+_VISIBLE |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
 
 
 # Counts
@@ -154,7 +155,7 @@ def _many(count: int, unit: str) -> str:
 
 
 def _line(spread: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:,.6g}" for name, value in spread.items())
+    return ", ".join(f"{name} {value:,.1f}".removesuffix(".0") for name, value in spread.items())
 
 
 # Text

@@ -23,8 +23,8 @@ Result = TypeVar("Result")
 CHUNKS_AHEAD = 2
 """Chunks in flight for each worker: one at work, one waiting, so memory does not grow with the input."""
 
-
 PARENT_POLL_SECONDS = 0.2
+"""How long a worker may outlive a parent that was killed, and hold the lock on the output."""
 
 
 class WorkerDied(PadfreeError):
@@ -110,8 +110,8 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
 def _end_with(parent: int) -> None:
     """Ends this worker when its parent is gone.
 
-    A parent that is killed can't say goodbye, and the worker's read on the queue would wait for ever,
-    since the other workers hold the queue's other end; and the output's lock with it.
+    A parent that is killed can't say goodbye, and the worker's read on the queue would wait for ever, since
+    the other workers hold the queue's other end.
     """
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)

@@ -282,7 +282,8 @@ def test_text_can_not_steer_the_terminal():
     """Escape sequences in somebody's data are shown, never sent."""
     from packing.report import visible
 
-    assert visible("a\x1b[2Jb\tc\nd\x7f\x9b") == "a␛[2Jb\tc\nd␡\ufffd"
+    assert visible("a\x1b[2Jb\tc\nd\x7f\x9b\u202e") == "a␛[2Jb\tc\nd␡\ufffd\ufffd"
+    assert visible("👩\u200d👧 עברית") == "👩\u200d👧 עברית"
 
 
 @pytest.mark.parametrize("option", ["--buffer", "--example"])
