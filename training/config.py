@@ -72,6 +72,8 @@ class Model:
     """Which fused kernel computes the gated delta rule, where there are several."""
     fused: Literal["auto", "yes", "no"] = "auto"
     """Norms and SwiGLU in one pass over memory each; auto is yes on CUDA where liger-kernel is."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of names, as "model.embed_tokens.*", of parameters that stay as they are."""
     compile: Literal["none", "layers"] = "none"
     """torch.compile of each decoder layer."""
     checkpointing: int = 1
@@ -88,6 +90,8 @@ class Parallel:
     """auto is CUDA where there is any."""
     reduce: Literal["step", "micro_batch"] = "step"
     """When gradients are summed over ranks: once a step, which keeps them whole on each rank until then."""
+    replicas: int = 1
+    """Groups of ranks that hold the whole model each, sharded over the group (HSDP); as many as nodes."""
     prefetch: int = 1
     """Layers that are gathered ahead, in the forward and in the backward pass."""
     keep_gathered: int = 0
@@ -175,6 +179,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.checkpointing": (0, 1024),
     "model.whole_layers": (0, 1024),
     "model.keep_layers": (0, 1024),
+    "parallel.replicas": (1, 2**16),
     "parallel.prefetch": (1, 16),
     "parallel.keep_gathered": (0, 1024),
     "parallel.timeout": (1, 1e6),
@@ -287,6 +292,10 @@ def _checked(key: str, value: Any, kind: Any, origin: str) -> Any:
         if value not in choices:
             raise OptionError(f"{origin}: {key} = {value!r} is none of {', '.join(choices)}")
         return value
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise OptionError(f'{origin}: {key} = {value!r} is no list of texts, as ["a", "b"]')
+        return tuple(value)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
+import itertools
 import json
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +101,25 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
     if not found:
         raise OptionError(f"{type(model).__name__} names no layers to shard (_no_split_modules)")
     return found
+
+
+def freeze(model: PreTrainedModel, *, patterns: Sequence[str]) -> None:
+    """Leaves parameters out of training whose names match one of the patterns.
+
+    Raises:
+        OptionError: a pattern that matches nothing, or nothing left to train.
+    """
+    for pattern in patterns:
+        found = [p for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
+        if not found:
+            raise OptionError(
+                f"model.freeze: {pattern!r} matches no parameter; there are "
+                f"{', '.join(name for name, _ in itertools.islice(model.named_parameters(), 3))}, …"
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise OptionError("model.freeze leaves nothing to train")
 
 
 def whole(module: nn.Module) -> set[nn.Parameter]:

@@ -88,10 +88,23 @@ def join(parallel: Parallel) -> Iterator[World]:
     )
     try:
         size = dist.get_world_size()
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+        mesh = make_mesh(device, size=size, replicas=parallel.replicas)
         yield World(rank=dist.get_rank(), size=size, device=device, mesh=mesh)
     finally:
         dist.destroy_process_group()
+
+
+def make_mesh(device: torch.device, *, size: int, replicas: int) -> DeviceMesh:
+    """The ranks in a row to shard over, or in `replicas` rows.
+
+    Raises:
+        OptionError: the rows can't be equally long.
+    """
+    if size % replicas:
+        raise OptionError(f"parallel.replicas={replicas} does not divide {size} ranks")
+    if replicas == 1:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(

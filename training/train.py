@@ -27,7 +27,7 @@ from training.faults import NonFinite, Signalled, Sigterm, report_nonfinite
 from training.fused import fuse
 from training.loss import SupervisedLoss, choose_loss
 from training.metrics import Metrics
-from training.model import blocks, ends, load_weights, materialise, read_config, skeleton, whole
+from training.model import blocks, ends, freeze, load_weights, materialise, read_config, skeleton, whole
 from training.optim import clip, learning_rate, make_optimizer, set_learning_rate
 from training.parallel import Stopwatch, World, join, on_device, reduce_whole, shard
 from training.profile import StepProfiler
@@ -247,6 +247,7 @@ def build(config: Config, model_config: PretrainedConfig, world: World) -> Super
     here = device.type == "cuda" and find_spec("liger_kernel") is not None
     if wanted.fused == "yes" or (wanted.fused == "auto" and here):
         fuse(model)
+    freeze(model, patterns=wanted.freeze)
     layers = blocks(model)
     recompute(
         layers, every=wanted.checkpointing, keep_layers=wanted.keep_layers, whole_layers=wanted.whole_layers

@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,14 +11,17 @@ from torch.distributed.tensor import DTensor
 
 from training.config import Config, load
 from training.model import read_config
-from training.parallel import World, join
+from training.parallel import World, join, make_mesh
 from training.train import build, evaluate, forward_backward, open_data, spread
 
 
 def gradients(*configs: Config) -> list[dict[str, torch.Tensor]]:
     """For each configuration the whole gradient of an epoch as one step, its loss, and the held-out loss."""
     with join(configs[0].parallel) as world:
-        return [gradient(config, world) for config in configs]
+        meshes = [
+            make_mesh(world.device, size=world.size, replicas=config.parallel.replicas) for config in configs
+        ]
+        return [gradient(c, replace(world, mesh=mesh)) for c, mesh in zip(configs, meshes, strict=True)]
 
 
 def gradient(config: Config, world: World) -> dict[str, torch.Tensor]:
@@ -54,7 +58,9 @@ def configuration(folder: Path, shards: Path, *overrides: str) -> Config:
 if __name__ == "__main__":
     shards, out = map(Path, sys.argv[1:])
     found = gradients(
-        configuration(out.parent, shards), configuration(out.parent, shards, "parallel.reduce=micro_batch")
+        configuration(out.parent, shards),
+        configuration(out.parent, shards, "parallel.reduce=micro_batch"),
+        configuration(out.parent, shards, "parallel.replicas=2"),
     )
     if os.environ["RANK"] == "0":
         torch.save(found, out)

@@ -50,6 +50,7 @@ def test_resolved_configuration_is_a_configuration(tmp_path: Path) -> None:
         ("schedule.kind=wsd", ["schedule.decay"]),
         ("model.weights=somewhere", ["model.weights", "model.config"]),
         ("optim.lr", ["section.key=value"]),
+        ("model.freeze=model.norm", ["model.freeze", 'as ["a", "b"]']),
     ],
 )
 def test_bad_option_is_named(tmp_path: Path, override: str, words: list[str]) -> None:

@@ -97,9 +97,10 @@ def test_two_ranks_equal_each_example_alone(
         check=True,
         timeout=240,
     )
-    reduced_once, reduced_each = torch.load(tmp_path / "out.pt")
+    reduced_once, reduced_each, replicated = torch.load(tmp_path / "out.pt")
     assert_same(reduced_once, alone)
     assert_same(reduced_each, alone)
+    assert_same(replicated, alone)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("mixed", torch.float32), ("bf16", torch.bfloat16)])

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_shards import CAPACITY, VOCABULARY, examples, some_shards, write_shards
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from packing.shards import open_shards
 from training.__main__ import main
+from training.checkpoint import newest, read_model
 from training.config import load
 from training.data import OptionError, TrainingData
 from training.metrics import read
@@ -320,6 +322,25 @@ def test_wrong_resume_is_refused(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+def test_frozen_parameters_stay_and_the_rest_moves(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a pattern names is bit for bit what it was; a pattern that names nothing is refused."""
+    torch.manual_seed(1)
+    start = Qwen3ForCausalLM(tiny_qwen3())
+    start.save_pretrained(tmp_path / "start")
+    here = (f"model.weights={tmp_path / 'start'}", "model.config=", "schedule.steps=2")
+    assert main(words(*here, 'model.freeze=["model.embed_tokens.*", "model.layers.0.*"]')) == 0
+    saved = newest(tmp_path / "run" / "checkpoints")
+    assert saved
+    names = [name for name, _ in start.named_parameters()]
+    after = read_model(saved, names)
+    same = {name for name, value in start.named_parameters() if torch.equal(value, after[name])}
+    assert same == {name for name in names if name.startswith(("model.embed_tokens.", "model.layers.0."))}
+    refused(words(*here, 'model.freeze=["layers.*"]', run="other"), capsys, "'layers.*' matches no parameter")
+    refused(words(*here, 'model.freeze=["*"]', run="other"), capsys, "nothing to train")
+
+
 def test_checkpoints_in_the_background_are_the_same(words: Callable[..., list[str]], tmp_path: Path) -> None:
     """Training goes on while they are written; resuming gives the same losses; some stay for good."""
     options = ("checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_every=4", "schedule.steps=11")
@@ -380,10 +401,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_examples(
     assert main(words(*here, "run.nonfinite=skip", run="skip")) == 0
     lines = [line for line in read(tmp_path / "skip" / "metrics.jsonl") if line["kind"] == "train"]
     assert all(line["loss"] != line["loss"] for line in lines)
-    from safetensors.torch import load_file
-
-    from training.checkpoint import newest, read_model
-
     saved = newest(tmp_path / "skip" / "checkpoints")
     assert saved
     before = load_file(tmp_path / "weights" / "model.safetensors")["lm_head.weight"]
