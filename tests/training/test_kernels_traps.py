@@ -150,6 +150,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
 
 def package(**functions: Any) -> Any:
     module = types.ModuleType("pretended")
+    module.__file__ = "pretended.py"
     vars(module).update(functions)
     return module
 
@@ -301,6 +302,8 @@ def test_a_broken_package_is_reported_with_its_cause(tmp_path: Path, monkeypatch
     (tmp_path / "half_installed.py").write_text("import a_missing_subpackage\n")
     (tmp_path / "torn.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a_mere_folder").mkdir()
+    assert "no package" in str(probe("a_mere_folder").cause)
     assert probe("half_installed").cause == "ModuleNotFoundError: No module named 'a_missing_subpackage'"
     assert probe("torn").cause == "OSError: libcudart.so.12: cannot open shared object file"
     assert probe("nowhere_to_be_found").cause == "not installed"

@@ -65,7 +65,8 @@ def probe(module: str) -> Package:
     distribution = PACKAGES.get(module, module)
     cause = None
     try:
-        importlib.import_module(module)
+        if getattr(importlib.import_module(module), "__file__", None) is None:
+            cause = "a folder of that name is on the path, but no package"
     except IMPORT_FAILURES as error:
         missing = importlib.util.find_spec(module.partition(".")[0]) is None
         cause = "not installed" if missing else f"{type(error).__name__}: {error}".splitlines()[0]
