@@ -36,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A set of five buffers in three files, with an eval part."""
-    with ShardWriter(tmp_path / "set", capacity=64, fingerprint={"a": 1}, buffers_per_shard=2) as writer:
+    with ShardWriter(tmp_path / "set", capacity=64, fingerprint={"a": "é"}, buffers_per_shard=2) as writer:
         fill(writer.part("eval"), [[7, 7]])
         fill(writer, BINS)
     return tmp_path / "set"
@@ -216,7 +216,7 @@ def test_the_manifest_says_all(directory: Path) -> None:
     said = json.loads((directory / "manifest.json").read_bytes())
     assert said["format_version"] == 1
     assert said["capacity"] == 64
-    assert said["fingerprint"] == {"a": 1}
+    assert said["fingerprint"] == {"a": "é"}
     assert said["accounting"]["rows"] == 12
     assert said["contents"] == {
         "buffers": 5,
@@ -277,11 +277,12 @@ def test_a_flipped_bit_anywhere_is_seen(directory: Path) -> None:
 
 
 def test_every_bit_of_a_manifest(directory: Path) -> None:
-    """No bit of manifest.json can be flipped unseen, be it white space, a digit or the digest itself."""
+    """No bit of manifest.json can be flipped unseen, be it white space, an escape or a digest."""
     path = directory / "manifest.json"
     whole = path.read_bytes()
-    for place in range(len(whole)):
-        flip(path, place, place % 8)
+    assert b"\\u00e9" in whole
+    for place in range(8 * len(whole)):
+        flip(path, place // 8, place % 8)
         with pytest.raises(ShardError):
             manifest.unseal(path)
         path.write_bytes(whole)
@@ -573,22 +574,42 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: 
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["set"]
 
 
-def test_a_file_limit(tmp_path: Path) -> None:
-    """The same with a limit of the system itself, which cuts a write short."""
-    code = (
-        "import resource, sys; from shard_sets import make_set; from packing.errors import OutputError\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
-        "try: make_set(sys.argv[1], [[64] * 40] * 8, capacity=4096)\n"
-        "except OutputError as error: print(error)"
-    )
+FILE_LIMIT = """
+import resource, sys
+from packing.errors import OutputError
+from packing.shards import ShardWriter
+from shard_sets import make_set
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+try:
+    if sys.argv[3] == "write":
+        make_set(sys.argv[1], [[64] * 40] * 8, capacity=4096)
+    with ShardWriter(sys.argv[1], capacity=64, fingerprint={}) as writer:
+        writer.add_rejects([{"reason": "a line that waits to be written"}])
+        raise RuntimeError("of the caller")
+except (OutputError, RuntimeError) as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "case", "words"),
+    [
+        (5000, "write", "File too large; nothing was kept"),
+        (10, "write", "File too large; nothing was kept"),
+        (10, "leave", "of the caller"),
+    ],
+)
+def test_a_file_limit(tmp_path: Path, limit: int, case: str, words: str) -> None:
+    """The same with a limit of the system's own; what can't be written any more hides no other error."""
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "set")],
+        [sys.executable, "-c", FILE_LIMIT, str(tmp_path / "set"), str(limit), case],
         capture_output=True,
         text=True,
         check=True,
         cwd=Path(__file__).parent,
     )
-    assert "File too large; nothing was kept" in done.stdout
+    assert words in done.stdout
+    assert done.stderr == ""
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
 
 
