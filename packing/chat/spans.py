@@ -61,8 +61,12 @@ def find_turns(
         _check_tools(render, regions, messages, tools, calibration)
     marks = _marks(render, regions, messages) if calibration.marked else {}
     for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            _Turn(render, regions, messages, number, calibration).check(turns, marks.get(number, []))
+        if message["role"] != "assistant":
+            continue
+        if not (message["content"].strip() or message.get("reasoning_content") or "tool_calls" in message):
+            turns.notes.append(Note.EMPTY_TURN)
+            continue
+        _Turn(render, regions, messages, number, calibration).check(turns, marks.get(number, []))
     if _may_be_foreign(render, regions, messages):
         _check_foreign(render, regions, messages, tools, template)
     return turns

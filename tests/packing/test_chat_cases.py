@@ -509,6 +509,23 @@ def test_empty_turn(run, reason):
         assert (trained, notes) == ("z<|im_end|>", [Note.EMPTY_TURN])
 
 
+def test_an_empty_turn_may_lack_what_others_have(run, reason):
+    """Seed-OSS prints no end behind an empty answer: nothing of it is trained, so nothing of it is missed."""
+    T["seed"] = T["chatml"].replace(
+        "'<|im_end|>\\n' }}", "('<|im_end|>' if m.content | trim else '') + '\\n' }}"
+    )
+    assert reason([u("x"), a("")], "seed")[0] is Reason.NOTHING_TO_TRAIN
+    assert run([u("x"), a(" "), u("y"), a("z")], "seed")[1] == "z<|im_end|>"
+
+
+def test_reasoning_alone_that_is_dropped_leaves_nothing(run):
+    """A turn of which the template prints nothing but its frame is not trained."""
+    talk = [u("x"), a("", reasoning_content="hm"), u("y"), a("z", reasoning_content="ah")]
+    _, trained, notes = run(talk, "qwen3")
+    assert trained == "<think>\nah\n</think>\n\nz<|im_end|>"
+    assert set(notes) == {Note.EMPTY_TURN, Note.REASONING_DROPPED}
+
+
 @pytest.mark.parametrize(
     "messages",
     [
