@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -37,6 +38,7 @@ VERBS = {
     "inspect": "the text of a buffer or an example, its trained tokens marked",
     "verify": "checks every digest and every law of a shard set",
     "unpack": "a shard set's examples as JSON lines",
+    "bench": "where the time goes: one's own files through every stage, in one process",
     "template": "whether training on a tokenizer's chat template is right, and what is trained",
     "doctor": "which kernels a model gets on this machine, and the proof that examples stay apart",
 }
@@ -114,23 +116,24 @@ def _help() -> str:
 
 def pack(words: Sequence[str]) -> int:
     """Packs chat files into a shard set, or with --dry-run says what would be packed."""
-    arguments = _pack_parser().parse_args(words)
-    from packing.chat import ChatOptions
-    from packing.formats import FormatOptions
-    from packing.pipeline import pack_dataset
-    from packing.sources import SourceOptions
-
-    shared: dict[str, Any] = {
-        "tokenizer": arguments.tokenizer,
-        "sources": _options(SourceOptions, arguments),
-        "formats": _options(FormatOptions, arguments),
-        "chat": _options(ChatOptions, arguments),
-        **{name: getattr(arguments, name) for name in ("capacity", "overflow", "algorithm", "seed")},
-    }
+    parser = _packing_parser("pack")
+    parser.add_argument("--out", metavar="DIR", help="the shard set to make")
+    parser.add_argument("--force", action="store_true", help="replace a shard set that is there")
+    parser.add_argument("--workers", type=int, default=_cores(), metavar="N", help="processes (%(default)s)")
+    parser.add_argument(
+        "--dry-run",
+        type=int,
+        metavar="N",
+        help="read N rows of each input, write nothing, show what would be packed",
+    )
+    parser.add_argument("--eval-fraction", type=float, default=0.0, metavar="F", help="goes to DIR/eval")
+    arguments = parser.parse_args(words)
     if arguments.dry_run is not None:
-        return _dry_run(arguments, shared)
+        return _dry_run(arguments)
     if arguments.out is None:
         raise OptionError("pack needs --out DIR, or --dry-run N to write nothing")
+    from packing.pipeline import pack_dataset
+
     with _unwound_by_sigterm(), _progress(sys.stderr.isatty()) as on_progress:
         report = pack_dataset(
             arguments.inputs,
@@ -140,7 +143,7 @@ def pack(words: Sequence[str]) -> int:
             workers=arguments.workers,
             force=arguments.force,
             on_progress=on_progress,
-            **shared,
+            **_packing_options(arguments),
         )
     result = dataclasses.asdict(report)
     if arguments.json:
@@ -156,14 +159,14 @@ def pack(words: Sequence[str]) -> int:
     return 0
 
 
-def _dry_run(arguments: argparse.Namespace, shared: Mapping[str, Any]) -> int:
+def _dry_run(arguments: argparse.Namespace) -> int:
+    from packing import report
     from packing.chat import load_tokenizer
     from packing.pipeline import preview
 
     tokenizer = load_tokenizer(arguments.tokenizer)
-    found = preview(arguments.inputs, rows=arguments.dry_run, **{**shared, "tokenizer": tokenizer})
-    from packing import report
-
+    options = {**_packing_options(arguments), "tokenizer": tokenizer}
+    found = preview(arguments.inputs, rows=arguments.dry_run, **options)
     result = report.preview_as_json(found)
     if arguments.json:
         return _print_json(result)
@@ -176,6 +179,30 @@ def _dry_run(arguments: argparse.Namespace, shared: Mapping[str, Any]) -> int:
         console.print("\nthe first of them: ", report.legend(colour=_coloured(console)), "\n", sep="")
         text = report.marked(found.example, tokenizer=tokenizer, colour=_coloured(console))
         console.print(text, soft_wrap=True)
+    return 0
+
+
+def bench(words: Sequence[str]) -> int:
+    """Packs into a folder that is thrown away, and prints the seconds of each stage."""
+    arguments = _packing_parser("bench").parse_args(words)
+    from packing.pipeline import pack_dataset
+    from packing.report import stages, stages_table
+
+    with (
+        _unwound_by_sigterm(),
+        tempfile.TemporaryDirectory() as folder,
+        _progress(sys.stderr.isatty()) as on_progress,
+    ):
+        report = pack_dataset(
+            arguments.inputs,
+            out=Path(folder, "bench"),
+            max_rejects=arguments.max_rejects,
+            on_progress=on_progress,
+            **_packing_options(arguments),
+        )
+    if arguments.json:
+        return _print_json({"seconds": stages(report), "tokens": report.accounting["tokens"]["in"]})
+    _console().print(stages_table(report))
     return 0
 
 
@@ -319,7 +346,8 @@ def _directory_parser(verb: str) -> _Parser:
     return parser
 
 
-def _pack_parser() -> _Parser:
+def _packing_parser(verb: str) -> _Parser:
+    """What `pack` and `bench` share; `_packing_options` makes arguments of `pack_dataset` of it."""
     from packing.chat import ChatOptions
     from packing.example import Overflow
     from packing.formats import FormatOptions
@@ -327,19 +355,10 @@ def _pack_parser() -> _Parser:
     from packing.plan import Algorithm
     from packing.sources import SourceOptions
 
-    parser = _Parser("pack")
+    parser = _Parser(verb)
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, folder, glob or hub data set")
     parser.add_argument("--tokenizer", required=True, metavar="DIR_OR_ID", help="a folder or a hub name")
-    parser.add_argument("--out", metavar="DIR", help="the shard set to make")
-    parser.add_argument("--force", action="store_true", help="replace a shard set that is there")
-    parser.add_argument("--workers", type=int, default=_cores(), metavar="N", help="processes (%(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--dry-run",
-        type=int,
-        metavar="N",
-        help="read N rows of each input, write nothing, show what would be packed",
-    )
     parser.add_argument(
         "--max-rejects",
         type=float,
@@ -362,7 +381,6 @@ def _pack_parser() -> _Parser:
         help="how examples are spread over buffers (%(default)s)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of the plan and of the eval part")
-    group.add_argument("--eval-fraction", type=float, default=0.0, metavar="F", help="goes to DIR/eval")
 
     for title, options in (
         ("what is trained", ChatOptions),
@@ -371,6 +389,20 @@ def _pack_parser() -> _Parser:
     ):
         _add_options(parser.add_argument_group(title), options)
     return parser
+
+
+def _packing_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    from packing.chat import ChatOptions
+    from packing.formats import FormatOptions
+    from packing.sources import SourceOptions
+
+    return {
+        "tokenizer": arguments.tokenizer,
+        "sources": _options(SourceOptions, arguments),
+        "formats": _options(FormatOptions, arguments),
+        "chat": _options(ChatOptions, arguments),
+        **{name: getattr(arguments, name) for name in ("capacity", "overflow", "algorithm", "seed")},
+    }
 
 
 def _add_options(group: Any, options: type[Any]) -> None:

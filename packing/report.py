@@ -16,7 +16,7 @@ from packing.boundaries import starts
 from packing.buffer import unpack
 from packing.errors import InputError, OptionError
 from packing.example import IGNORE_INDEX, Example
-from packing.pipeline import EVAL, Preview
+from packing.pipeline import EVAL, PackReport, Preview
 from packing.plan import lower_bound
 from packing.shards import RUN, ShardSet, open_shards
 
@@ -148,6 +148,43 @@ def _shape(report: Mapping[str, Any]) -> Table:
         speed = report["accounting"]["tokens"]["in"] / total
         table.add_row("time", f"{total:.1f} s, {speed:,.0f} tokens/s, {_many(report['workers'], 'worker')}")
     return table
+
+
+def stages(report: PackReport) -> dict[str, float]:
+    """Seconds of each stage of a run with one worker, in order; together they are the whole run."""
+    steps, inside = report.seconds, report.worker_seconds
+    return {
+        "load tokenizer, learn template": steps["open"],
+        "digest tokenizer and inputs": steps["digest inputs"],
+        "read": steps["rows"] - sum(inside.values()),
+        "parse": inside["parse"],
+        "normalise": inside["normalise"],
+        "render, encode, mask": inside["encode"],
+        "fit": inside["fit"],
+        "plan and write": steps["write"],
+    }
+
+
+def stages_table(report: PackReport) -> RenderableType:
+    """Seconds and share of each stage, tokens/s, and where the limit lies."""
+    from rich.console import Group
+    from rich.table import Table
+
+    seconds, tokens = stages(report), report.accounting["tokens"]["in"]
+    total = sum(seconds.values())
+    table = Table("", box=None, pad_edge=False, header_style="bold")
+    for column in ("seconds", "share"):
+        table.add_column(column, justify="right")
+    for stage, taken in seconds.items():
+        table.add_row(stage, f"{taken:.2f}", f"{taken / total:.1%}")
+    table.add_row("all", f"{total:.2f}", "")
+    limit = max(seconds, key=lambda stage: seconds[stage])
+    divided = report.seconds["rows"] / total
+    return Group(
+        table,
+        f"\n{tokens:,} tokens, {tokens / total:,.0f} tokens/s in one process",
+        f"the limit: {limit}; the workers of pack share what takes {divided:.0%} of the time",
+    )
 
 
 def _many(count: int, unit: str) -> str:

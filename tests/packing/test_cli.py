@@ -191,6 +191,20 @@ def test_a_dry_run_shows_and_writes_nothing(padfree, tmp_path, monkeypatch):
     assert os.listdir() == ["rows.jsonl"]
 
 
+def test_bench_shows_every_stage(padfree):
+    """The seconds of all stages add up to the run's, each has its share, and nothing stays behind."""
+    status, out, err = padfree("bench", CHATS, "--tokenizer", TOKENIZER)
+    assert (status, err) == (0, "")
+    shares = [
+        float(word[:-1]) for line in out.splitlines() for word in line.split()[-1:] if word.endswith("%")
+    ]
+    assert len(shares) == 8
+    assert abs(sum(shares) - 100) < 1
+    status, out, _ = padfree("bench", CHATS, "--tokenizer", TOKENIZER, "--json")
+    assert status == 0
+    assert min(json.loads(out)["seconds"].values()) >= 0
+
+
 def test_template_says_whether_training_is_right(padfree, tmp_path):
     """The audit is a table with the trained text of a conversation, or JSON; exit 1 where it is wrong."""
     status, out, err = padfree("template", TOKENIZER)
@@ -596,7 +610,7 @@ def test_without_words_the_help_is_shown(padfree):
     assert padfree() == padfree("--help")
 
 
-@pytest.mark.parametrize("verb", ["pack", "stats", "inspect", "verify", "unpack", "template"])
+@pytest.mark.parametrize("verb", ["pack", "stats", "inspect", "verify", "unpack", "template", "bench"])
 def test_each_verb_has_help(verb, capsys):
     """`padfree VERB --help` exits with 0 and shows the verb's options."""
     with pytest.raises(SystemExit) as end:
@@ -607,7 +621,7 @@ def test_each_verb_has_help(verb, capsys):
 
 def test_every_option_of_pack_has_help(capsys):
     """No option without a word on what it does."""
-    for action in cli._pack_parser()._actions:
+    for action in cli._packing_parser("pack")._actions:
         assert action.help, action.option_strings
 
 
