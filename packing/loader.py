@@ -4,7 +4,7 @@
     for epoch in range(loader.epoch, epochs):
         loader.set_epoch(epoch)
         for batch in loader:
-            loss = model(**batch, use_cache=False).loss
+            loss = model(**batch).loss
             …  # and at times: save loader.state_dict()
 
 A batch, T = buffers × capacity (the law of each key is in `check_batch`):
@@ -13,6 +13,7 @@ A batch, T = buffers × capacity (the law of each key is in `check_batch`):
     cu_seq_lens_q, cu_seq_lens_k      int32[N + 1]
     max_length_q, max_length_k        int
     seq_idx                           int32[1, T]
+    use_cache                         False: a cache turns packed detection off
 
 This is the only file of `packing` that imports torch.
 """
@@ -60,6 +61,7 @@ BATCH_KEYS = [
     "max_length_q",
     "max_length_k",
     "seq_idx",
+    "use_cache",
 ]
 
 Key = int | NDArray[np.int64] | None
@@ -89,7 +91,8 @@ def collate(rows: Sequence[PackedBuffer | Mapping[str, Any]]) -> Batch:
         rows: Buffers, or rows of the shard directory opened by `datasets.load_from_disk`.
 
     Raises:
-        ValueError: no rows, a row without its columns, or one above its capacity.
+        OptionError: a row without its columns, as trainers drop those that a model does not take.
+        ValueError: no rows, or one above its capacity.
     """
     if not rows:
         raise ValueError("a batch holds at least one buffer")
@@ -114,6 +117,7 @@ def collate(rows: Sequence[PackedBuffer | Mapping[str, Any]]) -> Batch:
         "max_length_q": longest,
         "max_length_k": longest,
         "seq_idx": torch.from_numpy(seq_idx[None]),
+        "use_cache": False,
     }
 
 
@@ -127,7 +131,7 @@ def _segments(buffer: PackedBuffer) -> NDArray[np.int64]:
 def _from_row(row: Mapping[str, Any]) -> PackedBuffer:
     """A row of a Hugging Face data set as a buffer, checked: who knows what was done to the data set."""
     if missing := [name for name in ("input_ids", "labels", "seq_lengths") if name not in row]:
-        raise ValueError(
+        raise OptionError(
             f"a row has no {missing[0]}, only {list(row)}: without its boundaries examples would see each "
             "other; keep all columns (in a Trainer: remove_unused_columns=False)"
         )
@@ -177,6 +181,8 @@ def check_batch(batch: Mapping[str, Any]) -> None:
     for key in ("max_length_q", "max_length_k"):
         if type(batch[key]) is not int or batch[key] != boundaries.max_seqlen(lengths):
             raise ValueError(f"{key} must be the int {boundaries.max_seqlen(lengths)}, not {batch[key]!r}")
+    if batch["use_cache"] is not False:
+        raise ValueError(f"use_cache must be False, not {batch['use_cache']!r}")
     if (labels[0, boundaries.starts(lengths)] != IGNORE_INDEX).any():
         raise ValueError("the label at a segment's first position must be -100: models shift inside")
     if ((labels != IGNORE_INDEX) & (labels != ids)).any():
@@ -364,8 +370,9 @@ class PackedDataLoader:
     """Batches of this rank, epoch after epoch, with a state to go on from.
 
     Each new iterator begins the loader's epoch anew; only the first after `load_state_dict` goes on where
-    the state was taken. When an epoch ends, the loader moves on to the next. It is at one place: a new
-    iterator, `set_epoch` and `load_state_dict` end the iterator before.
+    the state was taken. With its last batch an epoch is over, and the next iterator begins the next. The
+    loader is at one place: an iterator that is drawn from, `set_epoch` and `load_state_dict` end the one
+    before.
 
     Args:
         source: A shard directory, or an open shard set.
@@ -427,8 +434,11 @@ class PackedDataLoader:
         return self._sampler.epoch
 
     def __len__(self) -> int:
-        """Batches in the epoch from where the next iterator begins; the same on every rank."""
-        return len(self._sampler)
+        """Batches of a whole epoch, wherever the loader is in it; the same on every rank.
+
+        Trainers count what they have taken themselves and compare: Lightning loses batches otherwise.
+        """
+        return math.ceil(self._sampler.buffers / (self._batch_size * self._world_size))
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of an epoch; a position that was just loaded in that epoch is kept."""
@@ -473,11 +483,21 @@ class PackedDataLoader:
         self._resumed = True
 
     def __iter__(self) -> Iterator[Batch]:
+        # A generator takes the loader nowhere before its first batch is drawn: Lightning makes iterators that
+        # it never draws from, and sets the epoch afterwards.
         if not self._resumed:
-            self._go_to(epoch=self.epoch, buffers=0)
+            over = self._buffers >= self._sampler.buffers
+            self._go_to(epoch=self.epoch + over, buffers=0)
         self._resumed = False
         self._iterator = token = object()
-        return self._batches(token)
+        with closing(self._made()) as made, closing(_ahead(made, count=self._prefetch)) as batches:
+            for batch in batches:
+                self._check_current(token)
+                taken = self._buffers + self._batch_size * self._world_size
+                self._buffers = min(taken, self._sampler.buffers)
+                yield batch
+        self._check_current(token)
+        self._go_to(epoch=self.epoch + 1, buffers=0)
 
     def _go_to(self, *, epoch: int, buffers: int) -> None:
         if (epoch, buffers) != (self._sampler.epoch, self._sampler.start):
@@ -496,16 +516,6 @@ class PackedDataLoader:
             epoch=epoch,
             start=buffers,
         )
-
-    def _batches(self, token: object) -> Iterator[Batch]:
-        with closing(self._made()) as made, closing(_ahead(made, count=self._prefetch)) as batches:
-            for batch in batches:
-                self._check_current(token)
-                taken = self._buffers + self._batch_size * self._world_size
-                self._buffers = min(taken, self._sampler.buffers)
-                yield batch
-        self._check_current(token)
-        self._go_to(epoch=self.epoch + 1, buffers=0)
 
     def _check_current(self, token: object) -> None:
         if self._iterator is not token:

@@ -117,7 +117,7 @@ def test_any_number_of_examples(count: int, tmp_path: Path) -> None:
 
 
 def test_keys_come_in_order_and_nothing_else(shards: ShardSet) -> None:
-    """input_ids first (trainers take the batch's size from it); no mask, no cache, both would leak."""
+    """input_ids first (trainers take the batch's size from it); no mask and no cache, as both would leak."""
     assert list(collate([shards[0]])) == [
         "input_ids",
         "labels",
@@ -127,7 +127,9 @@ def test_keys_come_in_order_and_nothing_else(shards: ShardSet) -> None:
         "max_length_q",
         "max_length_k",
         "seq_idx",
+        "use_cache",
     ]
+    assert collate([shards[0]])["use_cache"] is False
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -437,7 +439,7 @@ def test_an_epoch_ends_and_the_next_begins(directory: Path) -> None:
     assert [per_buffer(batch) for batch in loader] == epochs[0]
     loader.load_state_dict({**loader.state_dict(), "epoch": 1, "buffers": 4})
     loader.set_epoch(1)
-    assert len(loader) == len(BINS) - 4
+    assert len(loader) == len(BINS)  # of a whole epoch, as trainers expect
     assert [per_buffer(batch) for batch in loader] == epochs[1][4:]
     loader.load_state_dict({**loader.state_dict(), "epoch": 1, "buffers": 4})
     loader.set_epoch(0)
@@ -461,6 +463,30 @@ def test_going_back_to_a_state(directory: Path) -> None:
         assert per_buffer(next(iterator)) == [whole[3]]
 
 
+def test_an_iterator_that_is_not_drawn_from_changes_nothing(directory: Path) -> None:
+    """Lightning's order: iter, set the epoch, draw; and iter twice after a state was loaded."""
+    loader = PackedDataLoader(directory, seed=4)
+    whole = never_stopped(directory, 2 * len(BINS), seed=4)
+    iterator = iter(loader)
+    loader.set_epoch(1)
+    assert per_buffer(next(iterator)) == [whole[len(BINS)]]
+    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "buffers": 3})
+    iter(loader)
+    assert per_buffer(next(iter(loader))) == [whole[3]]
+
+
+def test_an_epoch_is_over_with_its_last_batch(directory: Path) -> None:
+    """Who takes len() batches and draws no further gets the next epoch next, not the same again."""
+    loader = PackedDataLoader(directory, seed=4)
+    whole = never_stopped(directory, 2 * len(BINS), seed=4)
+    seen = []
+    for _ in range(2):
+        iterator = iter(loader)
+        for _ in range(len(loader)):
+            seen += per_buffer(next(iterator))
+    assert seen == whole
+
+
 @pytest.mark.parametrize("move", ["iter", "set_epoch", "load_state_dict"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_one_iterator_at_a_time(directory: Path, move: str, prefetch: int) -> None:
@@ -469,7 +495,7 @@ def test_one_iterator_at_a_time(directory: Path, move: str, prefetch: int) -> No
     iterator = iter(loader)
     next(iterator)
     {
-        "iter": lambda: iter(loader),
+        "iter": lambda: next(iter(loader)),
         "set_epoch": lambda: loader.set_epoch(0),
         "load_state_dict": lambda: loader.load_state_dict(loader.state_dict()),
     }[move]()
