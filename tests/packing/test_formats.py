@@ -455,6 +455,15 @@ def test_merging_never_mixes_trained_with_untrained() -> None:
     assert conversation({"messages": messages}, consecutive="merge").trainable == (True, False, True, True)
 
 
+def test_merging_never_mixes_speakers() -> None:
+    """Two users with names are two users."""
+    messages = [{"role": "user", "content": name, "name": name} for name in ("ann", "bob")]
+    messages += turns(("assistant", "a"))
+    assert rejection({"messages": messages}, consecutive="merge").reason is Reason.ROLE_ORDER
+    messages[1]["name"] = "ann"
+    assert said({"messages": messages}, consecutive="merge") == [("user", "ann\n\nbob"), ("assistant", "a")]
+
+
 def test_system_turns_are_kept_or_folded() -> None:
     """Folded, their text stands before the next user turn's; one with no user turn after it has no place."""
     record = chat(("system", "s"), *QA, ("system", "t"), ("system", ""), ("user", "r"), ("assistant", "b"))

@@ -97,6 +97,7 @@ def test_reads_exactly(text: bytes | str, value: Any) -> None:
             "the key 'b' occurs twice in one object",
         ),
         (b'{"a\\\\": 1, "a\\\\": 2}', Reason.BAD_JSON, "the key 'a\\\\' occurs twice in one object"),
+        (b'{"a\\\\": 1, "b": 1, "b": 2}', Reason.BAD_JSON, "the key 'b' occurs twice in one object"),
         (b'{"\\u0061": 1, "a": 2}', Reason.BAD_JSON, "the key 'a' occurs twice in one object"),
         (b'{"a": 1, "a": 2, "b": "\\u003a"}', Reason.BAD_JSON, "the key 'a' occurs twice in one object"),
         (b'{"a": NaN}', Reason.BAD_JSON, "NaN is no JSON"),
