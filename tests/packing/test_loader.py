@@ -227,7 +227,7 @@ def test_rows_of_a_hugging_face_data_set(directory: Path, shards: ShardSet) -> N
 def test_a_row_without_boundaries_is_refused(directory: Path) -> None:
     """A trainer that dropped the column seq_lengths gets an error, not one long example."""
     row = {"input_ids": [1, 2], "labels": [-100, 2]}
-    with pytest.raises(ValueError, match=r"no seq_lengths.*remove_unused_columns"):
+    with pytest.raises(OptionError, match=r"no seq_lengths.*remove_unused_columns"):
         collate([row])
     with pytest.raises(ValueError, match="first label"):
         collate([{**row, "labels": [1, 2], "seq_lengths": [2]}])
