@@ -28,7 +28,9 @@ _compiled = cast(Callable[[_F], _F], njit(cache=True, error_model="numpy"))
 _U = np.uint64
 _GOLDEN, _MIX_1, _MIX_2 = _U(0x9E3779B97F4A7C15), _U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB)
 _DE_BRUIJN = 0x03F79D71B4CB0A89
-_BIT_OF = np.zeros(64, np.int64)
+_BIT_OF = np.zeros(
+    64, np.int64
+)  # a lone bit times the De Bruijn number tells in its top six bits which it was
 for _bit in range(64):
     _BIT_OF[((_DE_BRUIJN << _bit) & (2**64 - 1)) >> 58] = _bit
 

@@ -171,6 +171,13 @@ def test_any_whole_numbers_do(algorithm: Algorithm, dtype: Any) -> None:
     assert np.array_equal(lengths, np.arange(1, 101))
 
 
+def test_the_largest_capacity() -> None:
+    """Bins of 2**24 tokens, filled by examples of any length."""
+    lengths = [2**24, 2**24 - 1, 1, 1, 2**23, 2**23]
+    check_plan(plan_bins(lengths, capacity=2**24), lengths, 2**24)
+    assert len(plan_bins(lengths, capacity=2**24)) == 4
+
+
 def test_many_different_bins() -> None:
     """More groups of bins than the first node table holds (65,536): it grows, and nothing is lost."""
     lengths = np.random.default_rng(0).integers(1, 2**20, 80_000)
@@ -187,7 +194,7 @@ def test_many_different_bins() -> None:
         ([1.5], {"capacity": 8}, "whole numbers"),
         ([[1, 2]], {"capacity": 8}, "whole numbers"),
         ([1], {"capacity": 0}, "capacity of 0"),
-        ([1], {"capacity": 2**31}, "capacity of 2147483648"),
+        ([1], {"capacity": 2**24 + 1}, "capacity of 16777217"),
         ([1], {"capacity": 8, "seed": -1}, "seed of -1"),
         ([1], {"capacity": 8, "seed": 2**64}, "seed of"),
         ([1], {"capacity": 8, "algorithm": "magic"}, "no algorithm 'magic'"),
