@@ -22,12 +22,8 @@ class Sft(lightning.LightningModule):
         self.register_buffer("sums", torch.zeros(2), persistent=False)  # of the loss, of supervised tokens
 
     def train_dataloader(self) -> PackedDataLoader:
-        trainer = self.trainer
-        return PackedDataLoader(self.shards, seed=7, rank=trainer.global_rank, world_size=trainer.world_size)
-
-    def on_train_epoch_start(self) -> None:
-        # Lightning never draws past an epoch's last batch, from which the loader would know that it is over.
-        self.trainer.train_dataloader.set_epoch(self.current_epoch)
+        rank, ranks = self.trainer.global_rank, self.trainer.world_size
+        return PackedDataLoader(self.shards, seed=7, rank=rank, world_size=ranks)
 
     def training_step(self, batch: dict, _: int) -> torch.Tensor:
         loss = self.model(**batch, num_items_in_batch=1).loss
