@@ -150,6 +150,10 @@ def normalise(record: Mapping[str, Any], *, options: FormatOptions) -> Conversat
         message, weight = read_message(raw, where=where, roles=options.roles, notes=notes)
         turns.append(_Turn(where, message, weight if trainable is None or weight is False else trainable))
     turns = _one_system(turns)
+    if columns.get("chosen") is not None and turns[-1].message["role"] != "assistant":
+        raise RowRejected(
+            Reason.BAD_RECORD, "a preference pair: the last answer is in chosen and in rejected"
+        )
     turns = _trim(turns, options, notes)
     turns = _mask_empty(turns, options, notes)
     turns = _fold_system(turns, options, notes)
@@ -186,10 +190,8 @@ def _detect(columns: Mapping[str, Any], options: FormatOptions, notes: list[str]
         found = [name for name in found if name in chosen]
     if options.format != "auto":
         found = [name for name in found if name == options.format]
-    elif found == ["text"] and not chosen and not filled.isdisjoint(("role", "from")):
-        raise RowRejected(
-            Reason.BAD_RECORD, "one message of a conversation; group them into a messages column"
-        )
+    elif not chosen:
+        _check_meaning(found, filled, columns)
     if len(found) == 2 and found[1] == "text":
         notes.append(Note.TEXT_COLUMN_IGNORED)
         return found[0]
@@ -201,6 +203,18 @@ def _detect(columns: Mapping[str, Any], options: FormatOptions, notes: list[str]
             wanted = "a preference pair (--column messages=chosen trains on one side)"
         raise RowRejected(Reason.BAD_RECORD, f"{wanted}; its columns are {_names(columns)}")
     return found[0]
+
+
+def _check_meaning(found: list[str], filled: frozenset[str], columns: Mapping[str, Any]) -> None:
+    """Rejects what looks like a format and is meant for something else; naming the format overrules it."""
+    if found == ["text"] and not filled.isdisjoint(("role", "from")):
+        raise RowRejected(
+            Reason.BAD_RECORD, "one message of a conversation: group them into a messages column"
+        )
+    if isinstance(columns.get("label"), bool):
+        raise RowRejected(
+            Reason.BAD_RECORD, "its label says whether it is good: filter, then choose a --format"
+        )
 
 
 @functools.lru_cache  # rows share few sets of columns, and this took a tenth of the time for a row

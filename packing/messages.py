@@ -21,7 +21,7 @@ from packing.strict_json import loads
 ROLES: Mapping[str, str] = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "chatbot", "model", "bot", "ai"), "assistant"),
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "ipython", "function"), "tool"),
     **dict.fromkeys(("tool_response", "tool_result", "function_response"), "tool"),

@@ -47,7 +47,8 @@ BOMB_BYTES, BOMB_RATIO = 1 << 30, 1000
 Chat text shrinks 3 to 10 times; 1,032 times is the most that gzip can.
 """
 
-CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+SKIPPABLE = [bytes([number]) + b"\x2a\x4d\x18" for number in range(0x50, 0x60)]
+CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", **dict.fromkeys(SKIPPABLE, "zstd")}
 CODEC_SUFFIXES = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
 DATA_SUFFIXES = (*LINES_SUFFIXES, ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -378,6 +379,8 @@ def open_sources(inputs: Sequence[str], *, options: SourceOptions) -> list[Sourc
     for place, count in Counter(map(os.path.abspath, places)).items():
         if count > 1:
             raise InputError(f"{place} is given {count} times")
+        if not _is_utf8(place):
+            raise InputError(f"{place!r}: a name that is not UTF-8, which a manifest can't hold: rename it")
     if (options.split or options.config or options.revision) and all(map(os.path.isfile, places)):
         raise OptionError("a split, configuration or revision is of a hub data set or a save_to_disk folder")
     sources: list[Source] = []
@@ -404,7 +407,8 @@ def _expanded(given: str) -> list[str]:
         if not found:
             raise InputError(f"{given}: matches no file")
         return list(dict.fromkeys(map(os.path.normpath, found)))
-    if HUB_NAME.fullmatch(given) and not _has_data_suffix(given):
+    typed = os.path.isdir(os.path.dirname(given)) or _has_data_suffix(given)  # a path, with a slip in it
+    if HUB_NAME.fullmatch(given) and not typed:
         return [given]
     raise InputError(f"{given}: no such file or folder")
 
@@ -432,6 +436,10 @@ def _in_folder(folder: str) -> list[str]:
 def _has_data_suffix(path: str) -> bool:
     stem, suffix = os.path.splitext(path.lower())
     return (os.path.splitext(stem)[1] if suffix in CODEC_SUFFIXES else suffix) in DATA_SUFFIXES
+
+
+def _is_utf8(name: str) -> bool:
+    return os.fsencode(name).decode("utf-8", "replace") == name
 
 
 def _names(places: Sequence[str]) -> list[str]:

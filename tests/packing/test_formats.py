@@ -136,6 +136,18 @@ def test_one_message_of_a_tree_is_no_text() -> None:
     assert conversation(record, format="text").text == "q"
 
 
+def test_what_is_meant_for_something_else_is_named() -> None:
+    """Preference data in a conversation's clothes: bad answers, or all but the answers, would be trained."""
+    rated = {"prompt": "q", "completion": "a", "label": False}
+    assert rejection(rated).detail == "its label says whether it is good: filter, then choose a --format"
+    assert rejection({**chat(*QA), "label": True}).reason is Reason.BAD_RECORD
+    assert said(rated, format="prompt_completion") == QA
+    assert said({**chat(*QA), "label": "code"}) == QA
+    pair = {**chat(*QA, ("user", "r")), "chosen": {"role": "assistant", "content": "b"}, "rejected": {}}
+    assert "preference pair" in rejection(pair).detail
+    assert said({**chat(*QA), "chosen": turns(*QA), "rejected": []}) == QA
+
+
 @pytest.mark.parametrize(
     ("record", "names"),
     [

@@ -88,6 +88,7 @@ def saved(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
         ("a.jsonl", gzip.compress(LINES)),
         ("a.jsonl.zst", zstd(LINES)),
         ("a.jsonl.zst", zstd(LINES[:100]) + zstd(LINES[100:])),
+        ("a.jsonl.zst", b"P*M\x18\x04\x00\x00\x00size" + zstd(LINES)),
         ("a.csv", b"text\n" + b"".join(row["text"].encode() + b"\n" for row in ROWS)),
         ("a.csv", BOM + b"text\r\n" + b"".join(row["text"].encode() + b"\r\n" for row in ROWS)),
         ("a.csv.gz", gzip.compress(b"text\n" + b"".join(row["text"].encode() + b"\n" for row in ROWS))),
@@ -292,6 +293,14 @@ def test_names_do_not_say_where_inputs_lie(tmp_path: Path, monkeypatch: pytest.M
     assert [source.name for source in opened(tmp_path / "x" / "data" / "a.jsonl")] == ["a.jsonl"]
 
 
+def test_a_name_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
+    """File systems allow any bytes; a manifest is UTF-8, and so is what others name the file by."""
+    with open(os.fsencode(tmp_path) + b"/\xff.jsonl", "wb") as file:
+        file.write(LINES)
+    with pytest.raises(InputError, match=r"\\udcff.jsonl': a name that is not UTF-8"):
+        opened(tmp_path)
+
+
 def test_identity_is_of_the_content(tmp_path: Path) -> None:
     """One byte more is another input, in a file and in any file of a saved data set."""
     (tmp_path / "a.jsonl").write_bytes(LINES)
@@ -445,6 +454,7 @@ def test_a_missing_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "empty").mkdir()
     for name, detail in (
         ("data/train.jsonl", "no such file or folder"),
+        ("empty/train", "no such file or folder"),
         ("/nowhere/a", "no such file or folder"),
         ("a b c", "no such file or folder"),
         ("*.jsonl", "matches no file"),
