@@ -184,7 +184,7 @@ def _best_fit(starts: Any, capacity: int, nodes: Any) -> Any:
 
 @_compiled
 def _write_out(
-    nodes: Any, used: int, positions: Any, starts: Any, rank: Any, order: Any, offsets: Any, seed: Any
+    nodes: Any, used: int, positions: Any, starts: Any, places: Any, order: Any, offsets: Any, seed: Any
 ) -> None:
     """Deals the positions to the bins of the nodes, with the bins in seeded order.
 
@@ -193,14 +193,14 @@ def _write_out(
         used: How many of them.
         positions: int32[n], by length.
         starts: int64[capacity + 2], where each length begins in `positions`; used up.
-        rank: int32[bins], for the bins' order.
+        places: int32[bins], work space: first where a bin comes, then where its next example goes.
         order: int64[n], the result.
         offsets: int64[bins + 1], the result.
         seed: Of the bins' order.
     """
-    for b in range(rank.size):
-        rank[b] = b
-    _shuffle(rank, 0, rank.size, seed)
+    for b in range(places.size):
+        places[b] = b
+    _shuffle(places, 0, places.size, seed)
     examples = np.empty(used, np.int32)  # in a bin that ends in this node
     offsets[0] = 0
     b = 0
@@ -208,25 +208,26 @@ def _write_out(
         parent = nodes[_PARENT, node]
         examples[node] = nodes[_TIMES, node] + (examples[parent] if parent >= 0 else 0)
         for _ in range(nodes[_BINS, node]):
-            offsets[rank[b] + 1] = examples[node]
+            offsets[places[b] + 1] = examples[node]
             b += 1
-    for b in range(rank.size):
+    for b in range(places.size):
         offsets[b + 1] += offsets[b]
+    for b in range(places.size):
+        places[b] = offsets[places[b]]
     first = 0  # bin of this node
     for last in range(used):
         end = first + nodes[_BINS, last]
         node = last
-        done = 0  # examples that these bins have by now
         while node >= 0 and first < end:
             times = nodes[_TIMES, node]
             cursor = starts[nodes[_LENGTH, node]]
             for b in range(first, end):
-                at = offsets[rank[b]] + done
+                at = places[b]
                 for i in range(at, at + times):
                     order[i] = positions[cursor]
                     cursor += 1
+                places[b] = at + times
             starts[nodes[_LENGTH, node]] = cursor
-            done += times
             node = nodes[_PARENT, node]
         first = end
 
