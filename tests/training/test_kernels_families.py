@@ -49,3 +49,21 @@ def test_every_layer_shakes_hands(family: Family) -> None:
     batch = make_batch(torch.arange(sum(LENGTHS)) % 96, LENGTHS)
     with handshake(model, batch):
         model(**batch).logits.sum().backward()
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.experts], ids=lambda family: family.name)
+def test_experts_get_the_first_routing_again(family: Family) -> None:
+    """Replaying gives other tokens the recorded experts, in every family that has any."""
+    model = bind(tiny(family))
+    routing: list[torch.Tensor] = []
+    with proof._recording(model, routing):
+        model(**make_batch(torch.arange(9), (4, 5)))
+    assert routing, "no router was found"
+    own: list[torch.Tensor] = []
+    with proof._recording(model, own):
+        model(**make_batch(torch.arange(9) + 20, (4, 5)))
+    assert not all(torch.equal(a, b) for a, b in zip(routing, own, strict=True))
+    replayed: list[torch.Tensor] = []
+    with proof._replaying(model, routing), proof._recording(model, replayed):
+        model(**make_batch(torch.arange(9) + 20, (4, 5)))
+    assert all(torch.equal(a, b) for a, b in zip(routing, replayed, strict=True))

@@ -12,6 +12,7 @@ from training.kernels import (
     KernelError,
     bind,
     binding,
+    convolution,
     describe,
     handshake,
     make_batch,
@@ -316,3 +317,35 @@ def test_mamba_2_goes_through_tilelang_in_fp32(hopper: None, monkeypatch: pytest
     rows = {row.part: row for row in describe(bind(published("Bamba"), device="cuda"))}
     assert rows["state space"].bound == "fla, in fp32"
     assert rows["state space"].origin == "training.kernels.recurrence.fla_state_space_fp32"
+
+
+@pytest.mark.parametrize("layout", ["transposed", "contiguous", "sliced", "offset"])
+def test_causal_conv1d_gets_a_layout_that_it_reads(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """`seq_idx` is read in the channel-last layout alone, with strides and address in units of 16 bytes."""
+    wide = torch.randn(1, 9, 44)
+    x = {
+        "transposed": torch.randn(1, 9, 16).transpose(1, 2),
+        "contiguous": torch.randn(1, 16, 9),
+        "sliced": wide[:, :, 8:24].transpose(1, 2),
+        "offset": torch.randn(1, 9, 48)[:, :, 3:19].transpose(1, 2),
+    }[layout]
+    got: list[torch.Tensor] = []
+    pretend(monkeypatch, causal_conv1d=package(causal_conv1d_fn=lambda x, *_, **__: got.append(x) or x))
+    out = convolution.causal_conv1d(x, torch.ones(16, 4), seq_idx=torch.zeros(1, 9, dtype=torch.int32))
+    assert torch.equal(out, x)
+    assert got[0].stride(1) == 1
+    assert got[0].stride(2) % 8 == 0
+    assert got[0].data_ptr() % 16 == 0
+
+
+def test_compiled_layers_call_what_is_bound(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inlining a layer, dynamo finds our function too, not the modelling file's."""
+    torch._dynamo.reset()
+    pretend(monkeypatch, fla=None, causal_conv1d=package(causal_conv1d_fn=lambda x, *_, **__: 3.0 * x))
+    model = bind(tiny(FAMILY["LFM2"]), device="cuda")
+    layer = model.model.layers[0].conv
+    call = {"seq_idx": batch_of()["seq_idx"], "cu_seq_lens_q": batch_of()["cu_seq_lens_q"]}
+    hidden = torch.randn(1, 9, 32)
+    compiled = torch.compile(lambda hidden: layer(hidden, **call), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(hidden), layer(hidden, **call))
+    torch._dynamo.reset()
