@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -155,8 +156,9 @@ def cut_values(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     """
     buffer, line = b"", 1  # the buffer begins where the item at hand does, and that is on this line
     at, depth, in_array = 0, 0, False
-    for block in blocks:
-        buffer, start = buffer + block, 0
+    rest = iter(blocks)
+    while more := _take(rest, len(buffer)):  # doubles what holds a long item, so that it costs linear time
+        buffer, start = buffer + more, 0
         while token := (_BETWEEN if in_array and depth == 1 else _WITHIN).match(buffer, at):
             mark, at, end = token[1], token.end(), -1
             if not mark:
@@ -193,6 +195,14 @@ def cut_values(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
         raise Damaged(f"cut off: what begins on line {line} does not end")
     if text:
         yield line, text
+
+
+def _take(blocks: Iterator[bytes], size: int) -> bytes:
+    """The next block, and more of them up to `size` bytes."""
+    taken = list(itertools.islice(blocks, 1))
+    while taken and size > sum(map(len, taken)) and (block := next(blocks, b"")):
+        taken.append(block)
+    return b"".join(taken)
 
 
 # CSV: every cell is text
