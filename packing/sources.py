@@ -154,12 +154,8 @@ class FileSource(Source):
             self._kind = self._look()
 
     def identity(self) -> Identity:
-        with open(self.place, "rb") as file:
-            return {
-                "kind": "file",
-                "name": self.name,
-                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-            }
+        with _named(self.place):
+            return {"kind": "file", "name": self.name, "sha256": _sha256(self.place)}
 
     def chunks(self, *, rows: int) -> Iterator[Chunk]:
         notes = {"byte_order_mark": 1} if self._bom else {}
@@ -267,8 +263,13 @@ def _parquet_batches(place: str, rows: int) -> Iterator[pa.RecordBatch]:
 
     with pq.ParquetFile(place) as file:
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-        size = sum(group.total_byte_size for group in groups) // max(file.metadata.num_rows, 1)
-        yield from file.iter_batches(batch_size=max(1, min(rows, CHUNK_BYTES // max(size, 1))))
+        size = sum(group.total_byte_size for group in groups)
+        yield from file.iter_batches(batch_size=_bounded(rows, size=size, of=file.metadata.num_rows))
+
+
+def _bounded(rows: int, *, size: int, of: int) -> int:
+    """At most `rows`, and about `CHUNK_BYTES` of them, where all `of` rows take `size` bytes."""
+    return max(1, min(rows, CHUNK_BYTES * of // max(size, 1)))
 
 
 def _arrow_batches(place: str) -> Iterator[pa.RecordBatch]:
@@ -314,6 +315,7 @@ class DatasetSource(Source):
         return self._counted(arrow_chunks(self._batches(rows), source=self.number, rows=rows), records=len)
 
     def _batches(self, rows: int) -> Iterator[pa.RecordBatch]:
+        rows = _bounded(rows, size=self._dataset.data.nbytes, of=self._dataset.data.num_rows)
         for at in range(0, len(self._dataset), rows):
             yield from self._dataset[at : at + rows].combine_chunks().to_batches()
 

@@ -132,12 +132,26 @@ def test_a_byte_order_mark_is_counted(tmp_path: Path) -> None:
     assert [dict(chunk.notes) for chunk in source.chunks(rows=10)] == [{"byte_order_mark": 1}, {}]
 
 
-def test_a_parquet_batch_is_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long rows are read few at a time."""
-    path = parquet(tmp_path / "a.parquet", [{"text": str(n) * 1000} for n in range(10)])
+@pytest.mark.parametrize("write", [parquet, saved])
+def test_table_batches_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
+) -> None:
+    """Long rows are read few at a time, so that a thousand of them never lie in memory at once."""
+    path = write(tmp_path / "a", [{"text": str(n) * 1000} for n in range(10)])
     monkeypatch.setattr(sources, "CHUNK_BYTES", 2500)
     (source,) = opened(path)
     assert max(len(chunk) for chunk in source.chunks(rows=1000)) <= 2
+
+
+def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
+    """Between the moment it is found and the moment it is read."""
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (source,) = opened(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(InputError, match=r"a\.jsonl: .*No such file"):
+        source.identity()
+    with pytest.raises(InputError, match=r"a\.jsonl: .*No such file"):
+        list(source.chunks(rows=1))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 1000])
