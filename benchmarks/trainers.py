@@ -247,13 +247,15 @@ def steps_of(name: str, ranks: Sequence[Sequence[Sequence[int | None]]]) -> list
     return [[row for call in step for row in call] for step in steps]
 
 
-def arrived(call: Call) -> str:
-    """Which arguments carry boundaries."""
+def arrived(call: Call, lengths: Sequence[int]) -> str:
+    """Which arguments carry boundaries, and whether those are the right ones."""
     carriers = {"position_ids": "positions", "cu_seq_lens_q": "cu_seq_lens", "seq_idx": "seq_idx"}
     found = [short for key, short in carriers.items() if call.kwargs.get(key) is not None]
     if call.kwargs.get("attention_mask") is not None:
         found.append("a mask of ones" if call.kwargs["attention_mask"].all() else "a mask")
-    return ", ".join(found) or "nothing"
+    ends = call.kwargs.get("cu_seq_lens_q")
+    wrong = ends is not None and ends.diff().tolist() != list(lengths)
+    return (", ".join(found) or "nothing") + (" of whole buffers" if wrong else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,7 +390,7 @@ def _rank(folder: Path, shards: Path, model: Path, names: Sequence[str]) -> None
         run = run_example(name, shards, model, folder / name)
         seen[name] = {
             "rows": [rows_of(call, opened) for call in run.trained],
-            "arrived": sorted({arrived(call) for call in run.calls}),
+            "arrived": sorted({arrived(call, lengths_of(call, opened)) for call in run.trained}),
             "logs": run.logs,
             "evaluations": run.evaluations,
         }
@@ -438,7 +440,7 @@ def measure(name: str, folder: Path, ranks: Mapping[str, Sequence[Mapping[str, A
     dense, hybrid = folder / "qwen3", folder / "qwen3_5_text"
     run = run_example(name, shards, dense, folder / name, bound=False)
     rows = [[rows_of(call, opened) for call in run.trained]]
-    own = {"arrives": arrived(run.trained[0])}
+    own = {"arrives": arrived(run.trained[0], lengths_of(run.trained[0], opened))}
     own["other examples, Qwen3"] = f"{_others(run, opened)}"
     own["Qwen3.5, stock"] = leak_of_stock(name, shards, hybrid, folder / f"{name}-stock")
     own["Qwen3.5, bound"] = f"{_others(run_example(name, shards, hybrid, folder / f'{name}-bound'), opened)}"
@@ -480,9 +482,10 @@ def main() -> None:
         table = {title: measure(script, folder, ranks) for script, title in TRAINERS.items()}
         for title, settings in LEAKING.items():
             run = run_trl(shards, folder / "qwen3", folder / "leaking", check=False, **settings)
-            leak = isolation(run.model, run.trained[0], lengths_of(run.trained[0], open_shards(shards)))
+            lengths = lengths_of(run.trained[0], open_shards(shards))
+            leak = isolation(run.model, run.trained[0], lengths)
             table[title] = {
-                "arrives": arrived(run.trained[0]),
+                "arrives": arrived(run.trained[0], lengths),
                 "other examples, Qwen3": f"leaks: {leak.others:.1f}",
             }
     saved = Path(os.environ.get("OUT", RESULTS)) / "trainers.json"

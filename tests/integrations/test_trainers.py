@@ -54,9 +54,9 @@ def test_boundaries_arrive_and_no_example_sees_another(
     The model is a stock Qwen3: its attention finds packed sequences by itself as long as nothing hides them.
     """
     run, shards = dense_run(name), open_shards(data.shards)
-    for call in run.calls:
-        assert trainers.arrived(call) == EXACT
-        assert call.kwargs["use_cache"] is False
+    assert all(call.kwargs["use_cache"] is False for call in run.calls)
+    for call in run.trained:
+        assert trainers.arrived(call, trainers.lengths_of(call, shards)) == EXACT
     first = run.trained[0]
     assert trainers.isolation(run.model, first, trainers.lengths_of(first, shards)).holds
     rows = [row for call in run.trained for row in trainers.rows_of(call, shards)]
