@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from packing.chat.calibrate import find_dialect, region_of
+from packing.chat.calibrate import find_dialect, place_of
 from packing.chat.dialect import adapt
 from packing.chat.encode import ChatEncoder, ChatOptions, chat_template_of
 from packing.chat.template import RENDER_ERRORS, ChatTemplate
@@ -269,10 +269,11 @@ class _Probe:
         question = "text before the first message"
         talk = [_said("user", 1), _said("assistant", 2), _said("user", 3)]
         try:
-            render = self.template.render(adapt(talk, dialect=self.dialect, notes=[]))
+            messages = adapt(talk, dialect=self.dialect, notes=[])
+            render = self.template.render(messages)
         except RENDER_ERRORS:
             return Finding(question=question, answer="unknown", detail="the template refuses a plain turn")
-        place = region_of(render, 2)
+        place = place_of(render, messages, 2)
         header = render.text[place[0] : place[1]].partition("Okapi3")[0] if place else ""
         before = render.text.partition("Okapi1")[0].removesuffix(header)
         before = before.removeprefix(tokenizer.bos_token or "").strip()

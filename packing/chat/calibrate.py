@@ -17,24 +17,27 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from packing.chat.dialect import Dialect, adapt
-from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
+from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render, ScatteredError
 from packing.errors import RowRejected, TemplateError
 
 TAG = re.compile(r"<[^<>\s]{1,80}>|\[/?[A-Z][A-Z_]+\]")
 THINK = re.compile(r"<[^<>\s]*think[^<>\s]*>|\[/?THINK\]", re.IGNORECASE)
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "axolotl_lookup",
-        "description": "Pangolin description",
-        "parameters": {
-            "type": "object",
-            "properties": {"wombat": {"type": "string", "description": "Narwhal description"}},
-            "required": ["wombat"],
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"The {name} description",
+            "parameters": {
+                "type": "object",
+                "properties": {"wombat": {"type": "string", "description": "Any wombat"}},
+                "required": ["wombat"],
+            },
         },
-    },
-}
+    }
+    for name in ("axolotl_lookup", "narwhal_lookup")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +56,14 @@ class Calibration:
         overhang: The marker stands behind the turn's own text: the next message prints it.
         leads: What may stand between the start and the answer where no reasoning does.
         think: What may stand before and behind reasoning.
+        openings: (what a turn with calls says first: "reasoning", "answer" or "call") -> what may stand
+            between the start and that.
         headers: (reasoning shown, an answer, calls, how often the header stands in the turn), as seen.
         markers: Texts that a conversation must not spell, since they make turns.
-        renders: What the template prints: "tools", "tool_calls", "parallel_calls", "tool_replies", "system",
-            "reasoning" (of the last turn), "earlier_reasoning".
+        renders: What the template prints: "tools", "tool_calls", "parallel_calls", "text_beside_calls",
+            "tool_replies", "system", "reasoning" (of the last turn), "earlier_reasoning".
+        displaced: (role, whether it is the first of its role), where such a text may be printed elsewhere
+            than its message: in front of all, or within another message.
     """
 
     dialect: Dialect
@@ -67,9 +74,11 @@ class Calibration:
     overhang: bool
     leads: frozenset[str]
     think: frozenset[tuple[str, str]]
+    openings: Mapping[str, frozenset[str]]
     headers: frozenset[tuple[bool, bool, bool, int]]
     markers: frozenset[str]
     renders: frozenset[str]
+    displaced: frozenset[tuple[str, bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +90,7 @@ class _Observation:
     answer: str
     reasoning: str
     calls: int
+    name: str
     region: str
     following: str
     prompt: str | None
@@ -150,6 +160,8 @@ def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[st
     ends, overhang = _find_ends(observations, template, bos, special)
     placed = [(seen, starts[seen.key]) for seen in observations if seen.key in starts]
     leads, think, headers = _find_leads(placed)
+    if any(seen.calls and seen.answer for seen in observations):
+        renders |= {"text_beside_calls"}
     return Calibration(
         dialect=dialect,
         marked=template.has_generation,
@@ -159,9 +171,11 @@ def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[st
         overhang=overhang,
         leads=leads,
         think=think,
+        openings=_find_openings(placed),
         headers=headers,
         markers=_find_markers(template, dialect, starts, ends),
         renders=renders,
+        displaced=_find_displaced(template, dialect),
     )
 
 
@@ -205,10 +219,12 @@ def _try(
         return None
 
 
-def region_of(render: Render, message: int) -> tuple[int, int] | None:
-    """From the first to the last text printed for a message, None if there is none but white space."""
-    pieces = [p for p in render.pieces if p.message == message and render.text[p.start : p.end].strip()]
-    return (pieces[0].start, pieces[-1].end) if pieces else None
+def place_of(render: Render, messages: Sequence[Mapping[str, Any]], number: int) -> tuple[int, int] | None:
+    """Where a message is printed; None where it is not, or not in one place."""
+    try:
+        return render.places(messages)[number]
+    except ScatteredError:
+        return None
 
 
 def find_dialect(template: ChatTemplate) -> tuple[Dialect, frozenset[str]]:
@@ -241,8 +257,9 @@ def find_dialect(template: ChatTemplate) -> tuple[Dialect, frozenset[str]]:
         messages = _build("ucta", words)
         if shows(messages, messages[2]["content"]):
             renders.add("tool_replies")
-    function: Any = TOOL["function"]
-    if shows(_build("uA", words), function["name"], function["description"], "wombat", tools=[TOOL]):
+    functions: list[Any] = [tool["function"] for tool in TOOLS]
+    wanted = [text for function in functions for text in (function["name"], function["description"])]
+    if shows(_build("uA", words), *wanted, "wombat", tools=TOOLS):
         renders.add("tools")
     return dialect, frozenset(renders)
 
@@ -266,7 +283,7 @@ def _find_call_dialect(template: ChatTemplate, dialect: Dialect, words: _Words) 
         called = messages[1]["tool_calls"][0]["function"]
         if (seen := _try(template, messages, candidate)) is None:
             continue
-        region = region_of(seen[0], 1)
+        region = place_of(*seen, 1)
         text = seen[0].text[slice(*region)] if region else ""
         # A quote behind a backslash: JSON text that was written as JSON once more.
         if (
@@ -302,7 +319,7 @@ def _observe(
 ) -> _Observation | None:
     messages = _build(shape, words, **kind)
     probed = shape.index("A")
-    if (seen := _try(template, messages, dialect)) is None or (region := region_of(seen[0], probed)) is None:
+    if (seen := _try(template, messages, dialect)) is None or (region := place_of(*seen, probed)) is None:
         return None
     render, adapted = seen
     text = render.text[slice(*region)]
@@ -318,6 +335,7 @@ def _observe(
         answer=own[0],
         reasoning=own[1] if own[1] in text else "",
         calls=kind.get("calls", 0),
+        name=own[2] if kind.get("calls") else "",
         region=text,
         following=render.text[region[1] :],
         prompt=_generation_prompt(template, adapted[:probed]),
@@ -514,6 +532,40 @@ def _find_leads(
         else:
             leads.add(lead.strip())
     return frozenset(leads), frozenset(think), frozenset(headers)
+
+
+def _find_openings(placed: Sequence[tuple[_Observation, str]]) -> dict[str, frozenset[str]]:
+    """What stands between the start and what a turn with calls says first."""
+    openings: dict[str, set[str]] = {"reasoning": set(), "answer": set(), "call": set()}
+    for seen, start in placed:
+        if seen.calls:
+            said = seen.region[len(start) :]
+            texts = {"reasoning": seen.reasoning, "answer": seen.answer, "call": seen.name}
+            place, first = min((said.index(text), what) for what, text in texts.items() if text)
+            openings[first].add(said[:place].strip())
+    return {first: frozenset(found) for first, found in openings.items()}
+
+
+def _find_displaced(template: ChatTemplate, dialect: Dialect) -> frozenset[tuple[str, bool]]:
+    displaced = set()
+    for shape, tools in itertools.product(("uaua", "suaua", "uasuaua", "suasua"), (None, TOOLS)):
+        words = _Words("Quokka")
+        messages = _build(shape, words)
+        if (seen := _try(template, messages, dialect, tools=tools)) is None:
+            continue
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                continue
+            place = place_of(*seen, number)
+            own = seen[0].text[slice(*place)] if place else ""
+            if message["content"] in seen[0].text and message["content"] not in own:
+                displaced.add((message["role"], is_first(messages, number)))
+    return frozenset(displaced)
+
+
+def is_first(messages: Sequence[Mapping[str, Any]], number: int) -> bool:
+    """Whether a message is the first of its role."""
+    return all(other["role"] != messages[number]["role"] for other in messages[:number])
 
 
 def _find_markers(

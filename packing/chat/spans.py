@@ -15,14 +15,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from packing.chat.calibrate import Calibration
+from packing.chat.calibrate import Calibration, is_first
 from packing.chat.dialect import Note, split_think
-from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
+from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render, ScatteredError
 from packing.errors import Reason, RowRejected
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
-Region = tuple[int, int]
+Place = tuple[int, int]
 
 
 class Span(NamedTuple):
@@ -55,20 +55,23 @@ def find_turns(
         RowRejected: a text that the template leaves out, or a turn that can't be located for certain.
     """
     turns = Turns([], [], [])
-    regions = _regions(render, messages)
-    _check_texts(render, regions, messages, turns.notes)
+    try:
+        places = render.places(messages)
+    except ScatteredError as error:
+        raise _uncertain(error.message, "its text stands in several places, or not in their order") from error
+    _check_texts(render, places, messages, calibration, turns.notes)
     if tools:
-        _check_tools(render, regions, messages, tools, calibration)
-    marks = _marks(render, regions, messages) if calibration.marked else {}
+        _check_tools(render, places, messages, tools, calibration)
+    marks = _marks(render, places, messages) if calibration.marked else {}
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         if not (message["content"].strip() or message.get("reasoning_content") or "tool_calls" in message):
             turns.notes.append(Note.EMPTY_TURN)
             continue
-        _Turn(render, regions, messages, number, calibration).check(turns, marks.get(number, []))
-    if _may_be_foreign(render, regions, messages):
-        _check_foreign(render, regions, messages, tools, template)
+        _Turn(render, places, messages, number, calibration).check(turns, marks.get(number, []))
+    if _may_be_foreign(render, places, messages, tools):
+        _check_foreign(render, places, messages, template)
     return turns
 
 
@@ -83,53 +86,39 @@ def _uncertain(number: int, what: str) -> RowRejected:
     )
 
 
-def _regions(render: Render, messages: Sequence[Message]) -> list[Region | None]:
-    """Where each message stands: all that was printed for it, in one place and in the messages' order."""
-    regions: list[Region | None] = [None] * len(messages)
-    reached, printed = -1, 0
-    for start, end, number in render.pieces:
-        if not render.text[start:end].strip():
-            continue
-        if number >= 0:
-            before = regions[number]
-            system = messages[number]["role"] == "system"  # these may be moved to the front
-            if (number < reached and not system) or (before is not None and before[1] < printed):
-                raise _uncertain(number, "its text stands in several places, or not in the messages' order")
-            regions[number] = (start if before is None else before[0], end)
-            reached = reached if system else number
-        printed = end
-    return regions
-
-
 def _check_texts(
-    render: Render, regions: Sequence[Region | None], messages: Sequence[Message], notes: list[str]
+    render: Render,
+    places: Sequence[Place | None],
+    messages: Sequence[Message],
+    calibration: Calibration,
+    notes: list[str],
 ) -> None:
     """Text in is text out, but for white space at its ends: no message of the others may vanish."""
     for number, message in enumerate(messages):
-        text = message["content"].strip()
-        if message["role"] == "assistant" or not text:
+        text, role = message["content"].strip(), message["role"]
+        if role == "assistant" or not text:
             continue
-        region, before = regions[number], regions[number - 1] if number else None
-        if region is not None and _printed(text, render.text[slice(*region)]):
-            moved = before is not None and region[0] < before[0]
-        elif any(_printed(text, place) for place in _elsewhere(render, regions, messages)):
-            moved = number > 0 and message["role"] == "system"
+        place, before = places[number], places[number - 1] if number else None
+        if place is not None and _printed(text, render.text[slice(*place)]):
+            moved = before is not None and place[0] < before[0]
+        elif (role, is_first(messages, number)) in calibration.displaced and any(
+            _printed(text, other) for other in _elsewhere(render, places, messages)
+        ):
+            moved = number > 0 and role == "system"
         else:
-            raise _lost(number, f"the {message['role']}'s text is left out or changed")
+            raise _lost(number, f"the {role}'s text is left out or changed")
         if moved:
             notes.append(Note.SYSTEM_MOVED)
 
 
-def _elsewhere(
-    render: Render, regions: Sequence[Region | None], messages: Sequence[Message]
-) -> Iterator[str]:
+def _elsewhere(render: Render, places: Sequence[Place | None], messages: Sequence[Message]) -> Iterator[str]:
     """What is printed for no message, and with the others' messages beside their own text."""
     for start, end, number in render.pieces:
         if number < 0:
             yield render.text[start:end]
-    for region, message in zip(regions, messages, strict=True):
-        if region is not None and message["role"] != "assistant":
-            yield render.text[slice(*region)].replace(message["content"].strip() or "\0", "\0", 1)
+    for place, message in zip(places, messages, strict=True):
+        if place is not None and message["role"] != "assistant":
+            yield render.text[slice(*place)].replace(message["content"].strip() or "\0", "\0", 1)
 
 
 def _forms(value: Any) -> Iterator[str]:
@@ -152,14 +141,14 @@ def _printed(value: Any, text: str) -> bool:
 
 def _check_tools(
     render: Render,
-    regions: Sequence[Region | None],
+    places: Sequence[Place | None],
     messages: Sequence[Message],
     tools: Tools,
     calibration: Calibration,
 ) -> None:
     if "tools" not in calibration.renders:
         raise RowRejected(Reason.TEXT_LOST, "the row has tools, and the chat template does not print tools")
-    elsewhere = list(_elsewhere(render, regions, messages))
+    elsewhere = list(_elsewhere(render, places, messages))
     for tool in tools:
         name = tool["function"]["name"]
         if not any(name in place for place in elsewhere):
@@ -167,7 +156,7 @@ def _check_tools(
 
 
 def _marks(
-    render: Render, regions: Sequence[Region | None], messages: Sequence[Message]
+    render: Render, places: Sequence[Place | None], messages: Sequence[Message]
 ) -> dict[int, list[Span]]:
     """The template's `{% generation %}` spans by message. One behind all messages is the last turn's."""
     marks: dict[int, list[Span]] = {}
@@ -175,7 +164,7 @@ def _marks(
         if end == start:
             continue
         if number < 0:
-            before = [n for n, region in enumerate(regions) if region is not None and region[1] <= start]
+            before = [n for n, place in enumerate(places) if place is not None and place[1] <= start]
             number = before[-1] if before else 0
         if messages[number]["role"] != "assistant":
             raise _uncertain(
@@ -191,16 +180,16 @@ class _Turn:
     def __init__(
         self,
         render: Render,
-        regions: Sequence[Region | None],
+        places: Sequence[Place | None],
         messages: Sequence[Message],
         number: int,
         calibration: Calibration,
     ) -> None:
-        region = regions[number]
-        if region is None:
+        place = places[number]
+        if place is None:
             raise _lost(number, "the assistant's turn is left out")
         self.text = render.text
-        self.region = region
+        self.place = place
         self.number = number
         self.message = messages[number]
         self.before = messages[number - 1]["role"] if number else ""
@@ -211,8 +200,8 @@ class _Turn:
 
     def check(self, turns: Turns, marks: list[Span]) -> None:
         """Adds the turn's spans, each checked."""
-        if self.calls and "tool_calls" not in self.calibration.renders:
-            raise _lost(self.number, "tool calls are left out")
+        if self.calls:
+            self._check_support()
         end = self._end()
         if self.calibration.marked or end is None:
             spans = self._extend(marks, end, turns.notes)
@@ -223,12 +212,12 @@ class _Turn:
             said = self.text[start : end[0]]
         answer = self._answer(said)
         shown = self._shows_reasoning(said, answer)
+        if self.calls:
+            self._check_calls(said, answer, shown)
+        elif not self.calibration.marked:
+            self._check_lead(said, answer, shown)
         if not self.calibration.marked:
-            if not self.calls:
-                self._check_lead(said, answer, shown)
             self._check_header(spans[0], shown)
-        for call in self.calls:
-            self._check_call(call, said)
         if (self.reasoning and not shown) or answer != self.message["content"].strip():
             turns.dropped.append(self.number)
         if answer or shown or self.calls:
@@ -245,15 +234,15 @@ class _Turn:
             why = self.calibration.why_not.get(key, "no probe of such a turn is printed")
             raise _uncertain(self.number, f"an assistant that {what} {where}: {why}")
         start = self.calibration.starts[key]
-        if not self.text.startswith(start, self.region[0]):
+        if not self.text.startswith(start, self.place[0]):
             raise _uncertain(self.number, f"the turn does not begin with {start!r}")
-        return self.region[0] + len(start)
+        return self.place[0] + len(start)
 
-    def _end(self) -> Region | None:
+    def _end(self) -> Place | None:
         """Where the marker that ends the turn stands; None where the template has none at all."""
         if not self.calibration.ends:
             return None
-        begin, stop = self.region
+        begin, stop = self.place
         ends = self.calibration.ends.get((self.following, bool(self.calls)))
         if ends is None:
             what = "calls tools" if self.calls else "speaks"
@@ -270,7 +259,7 @@ class _Turn:
         wanted = " or ".join(repr(marker) for marker, _ in ends)
         raise _uncertain(self.number, f"the turn does not end with {wanted}")
 
-    def _extend(self, marks: list[Span], end: Region | None, notes: list[str]) -> list[Span]:
+    def _extend(self, marks: list[Span], end: Place | None, notes: list[str]) -> list[Span]:
         """The template's own marks; where they leave the end marker out, they are extended to it."""
         if not marks:
             raise _uncertain(self.number, "the template's {% generation %} marks leave this turn out")
@@ -302,11 +291,8 @@ class _Turn:
             return False
         if self.calibration.marked:
             return self.reasoning in said.replace(answer or "\0", "\0")
-        begun = said.lstrip()
-        return any(
-            begun.startswith(before) and begun[len(before) :].lstrip().startswith(self.reasoning)
-            for before, _ in self.calibration.think
-        )
+        before = {before for before, _ in self.calibration.think} | self.calibration.openings["reasoning"]
+        return any(_begins(said, opening, self.reasoning) for opening in before)
 
     def _check_lead(self, said: str, answer: str, shown: bool) -> None:
         """Start, lead and answer make the whole turn: no other text is in it."""
@@ -328,11 +314,37 @@ class _Turn:
 
     def _check_header(self, span: Span, shown: bool) -> None:
         """The header does not come again within the turn, but where every such turn has it so."""
-        header = self.text[self.region[0] : span.start].strip()
-        count = self.text.count(header, self.region[0], span.end) if header else 1
+        header = self.text[self.place[0] : span.start].strip()
+        count = self.text.count(header, self.place[0], span.end) if header else 1
         kind = (shown, bool(self.message["content"].strip()), bool(self.calls), count)
         if count != 1 and kind not in self.calibration.headers:
             raise _uncertain(self.number, f"the turn contains its beginning {header!r} {count} times")
+
+    def _check_support(self) -> None:
+        """What no probe of the template printed is not looked for in the row: it might be there by chance."""
+        renders = self.calibration.renders
+        if "tool_calls" not in renders:
+            raise _lost(self.number, "tool calls are left out")
+        if len(self.calls) > 1 and "parallel_calls" not in renders:
+            raise _lost(self.number, "all calls but one are left out")
+        if self.message["content"].strip() and "text_beside_calls" not in renders:
+            raise _lost(self.number, "the assistant's text beside a call is left out")
+
+    def _check_calls(self, said: str, answer: str, shown: bool) -> None:
+        """Each call is printed, and nothing else stands in front of what is said."""
+        for call in self.calls:
+            self._check_call(call, said)
+        first = self.calls[0]["function"]["name"]
+        texts = {"reasoning": self.reasoning if shown else "", "answer": answer, "call": first}
+        if not self.calibration.marked and not any(
+            _begins(said, opening, text)
+            for what, text in texts.items()
+            if text
+            for opening in self.calibration.openings[what]
+        ):
+            raise _uncertain(
+                self.number, f"its turn with calls begins {said.strip()[:60]!r}, as no probe does"
+            )
 
     def _check_call(self, call: Mapping[str, Any], said: str) -> None:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -341,6 +353,12 @@ class _Turn:
         for leaf in [arguments] if isinstance(arguments, str) else _leaves(arguments):
             if not _printed(leaf, said):
                 raise _lost(self.number, f"{str(leaf)[:60]!r} in a call of {name!r} is left out or changed")
+
+
+def _begins(said: str, opening: str, text: str) -> bool:
+    """Whether what is said begins with an opening and a text, white space between them aside."""
+    begun = said.strip()
+    return begun.startswith(opening) and begun[len(opening) :].lstrip().startswith(text)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -356,21 +374,26 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield value
 
 
-def _may_be_foreign(render: Render, regions: Sequence[Region | None], messages: Sequence[Message]) -> bool:
-    """Whether a turn with calls contains what another message says, by chance or not."""
-    called = [
-        render.text[slice(*region)]
-        for region, message in zip(regions, messages, strict=True)
-        if region is not None and "tool_calls" in message
-    ]
-    if not called:
+def _may_be_foreign(
+    render: Render, places: Sequence[Place | None], messages: Sequence[Message], tools: Tools | None
+) -> bool:
+    """Whether a turn with calls contains what another message or a tool says, by chance or not."""
+    turns = [message for message in messages if "tool_calls" in message]
+    if not turns:
         return False
-    for message in messages:
-        if message["role"] != "assistant" and message["content"].strip():
-            run = max(_PLAIN_RUN.findall(message["content"], 0, 400), key=len, default="")
-            if any(run in text for text in called):
-                return True
-    return False
+    called = {call["function"]["name"] for message in turns for call in message["tool_calls"]}
+    foreign = [message["content"] for message in messages if message["role"] != "assistant"]
+    for tool in tools or ():
+        function = tool["function"]
+        foreign += [function["name"]] if function["name"] not in called else []
+        foreign += [text] if isinstance(text := function.get("description"), str) else []
+    runs = {max(_PLAIN_RUN.findall(text, 0, 400), key=len, default="") for text in foreign if text.strip()}
+    said = [
+        render.text[slice(*place)]
+        for place, message in zip(places, messages, strict=True)
+        if place is not None and "tool_calls" in message
+    ]
+    return any(run in text for run in runs for text in said)
 
 
 # What no template would write in another way.
@@ -378,26 +401,22 @@ _PLAIN_RUN = re.compile(r"[^\\\"'\n\t\r<>&]+")
 
 
 def _check_foreign(
-    render: Render,
-    regions: Sequence[Region | None],
-    messages: Sequence[Message],
-    tools: Tools | None,
-    template: ChatTemplate,
+    render: Render, places: Sequence[Place | None], messages: Sequence[Message], template: ChatTemplate
 ) -> None:
-    """With the texts of all messages but the assistant's exchanged, the assistant's turns are the same."""
+    """With all texts but the assistant's exchanged, and no tools, the assistant's turns are the same."""
     exchanged = [
         message if message["role"] == "assistant" else {**message, "content": f"Quokka {number}"}
         for number, message in enumerate(messages)
     ]
     try:
-        other = template.render(exchanged, tools=tools)
+        other = template.render(exchanged)
+        others = other.places(exchanged)
     except RENDER_ERRORS as error:
         what = " ".join(str(error).split())[:100]
         raise _uncertain(0, f"the row does not render with other texts ({what})") from error
-    places = _regions(other, exchanged)
     for number, message in enumerate(messages):
-        here, there = regions[number], places[number]
-        if message["role"] == "assistant" and (
-            here is None or there is None or render.text[slice(*here)] != other.text[slice(*there)]
-        ):
+        here, there = places[number], others[number]
+        if message["role"] != "assistant" or (here is None and there is None):
+            continue
+        if here is None or there is None or render.text[slice(*here)] != other.text[slice(*there)]:
             raise _uncertain(number, "the turn depends on other messages' texts")

@@ -80,6 +80,36 @@ class Render:
     pieces: tuple[Piece, ...]
     marked: tuple[Piece, ...]
 
+    def places(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, int] | None]:
+        """From where to where each message is printed, None for one of which nothing but white space is.
+
+        Raises:
+            ScatteredError: one stands in several places, or behind a later one. System texts may be moved
+                to the front.
+        """
+        places: list[tuple[int, int] | None] = [None] * len(messages)
+        reached, printed = -1, 0
+        for start, end, message in self.pieces:
+            if not self.text[start:end].strip():
+                continue
+            if message >= 0:
+                before = places[message]
+                moves = messages[message]["role"] == "system"
+                if (message < reached and not moves) or (before is not None and before[1] < printed):
+                    raise ScatteredError(message)
+                places[message] = (start if before is None else before[0], end)
+                reached = reached if moves else message
+            printed = end
+        return places
+
+
+class ScatteredError(ValueError):
+    """A message that is printed in several places, or not in the messages' order."""
+
+    def __init__(self, message: int) -> None:
+        super().__init__(f"message {message} stands in several places, or not in the messages' order")
+        self.message = message
+
 
 class _Recorder:
     """The state of one render: what was printed so far, and the message at hand."""

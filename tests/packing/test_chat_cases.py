@@ -371,18 +371,57 @@ def test_later_tool_turns_lose_text_and_header(reason):
 @pytest.mark.parametrize(
     ("messages", "lost"),
     [
-        ([u("q"), a("beside", tool_calls=[call({"x": 1})])], "text is left out"),
-        ([u("q"), a("", tool_calls=[call({"x": 1}), call({"x": 2}, "g")])], "'g'"),
-        ([u("q"), a("", tool_calls=[call({"x": 1}), call({"x": 1})])], "of 'f'"),
+        ([u("q"), a("beside", tool_calls=[call({"x": 1})])], "text beside a call"),
+        ([u("q"), a("", tool_calls=[call({"x": 1}), call({"x": 2}, "g")])], "all calls but one"),
+        ([u("q"), a("", tool_calls=[call({"x": 1}), call({"x": 1})])], "all calls but one"),
     ],
 )
 def test_what_stands_beside_a_call_may_not_vanish(reason, messages, lost):
     """A text beside a call, and each call after the first, are missed where the template leaves them out."""
-    import re
-
     found, detail = reason(messages, "llama")
     assert found is Reason.TEXT_LOST
-    assert re.search(lost, detail)
+    assert lost in detail
+
+
+def test_a_word_of_the_markup_is_no_text(reason):
+    """A text beside a call that happens to be a word of the call's own markup is left out all the same."""
+    assert reason([u("q"), a("name", tool_calls=[call({"x": 1})])], "llama")[0] is Reason.TEXT_LOST
+
+
+def test_a_short_text_is_not_found_in_the_default(reason):
+    """A later system text that vanishes is missed, though the words in front of all contain its letters."""
+    T["default"] = "{{ 'You are good.' }}" + T["chatml"].replace(
+        "for m in messages", "for m in messages if m.role != 'system' or loop.first", 1
+    )
+    T["default"] = T["default"].replace("or loop.first", "or m is sameas messages[0]")
+    talk = [u("a"), a("b"), {"role": "system", "content": "good"}, u("c"), a("d")]
+    assert reason(talk, "default")[0] is Reason.TEXT_LOST
+
+
+def test_what_stands_in_front_of_a_call_is_known(reason):
+    """Schemas printed with the last message would be trained as the beginning of its call."""
+    T["late_tools"] = (
+        T["call_ids"]
+        .replace("m.role == 'user' %}", "m.role == 'user' %}", 1)
+        .replace(
+            "{%- elif m.tool_calls %}",
+            "{%- elif m.tool_calls %}{% if tools and loop.last %}{{ tools | tojson }}{% endif %}",
+        )
+    )
+    talk = [u("q"), a("", tool_calls=[call({"x": 1})])]
+    assert reason(talk, "late_tools", tools=TOOLS)[0] is Reason.SPAN_UNCERTAIN
+
+
+def test_what_stands_behind_a_call_is_not_another_tool(reason):
+    """Schemas printed behind the last call: the turn is not the same without tools."""
+    T["later_tools"] = T["call_ids"].replace(
+        "| tojson }}\n        {%- endfor %}",
+        "| tojson }}{% if tools and messages[-1] is sameas m %}{{ tools | tojson }}{% endif %}{% endfor %}",
+    )
+    assert T["later_tools"] != T["call_ids"]
+    talk = [u("q"), a("", tool_calls=[call({"x": 1})])]
+    other = [{"type": "function", "function": {"name": "spare", "description": "none"}}]
+    assert reason(talk, "later_tools", tools=[*TOOLS, *other])[0] is Reason.SPAN_UNCERTAIN
 
 
 def test_a_tool_reply_may_not_vanish(reason):

@@ -251,7 +251,8 @@ def test_the_dialect_is_learnt():
     hermes, qwen, deepseek, gptoss = (
         learn(s) for s in (T["hermes"], T["qwen3"], T["deepseek"], T["gpt_oss"])
     )
-    assert hermes.renders == {"system", "tools", "tool_calls", "parallel_calls", "tool_replies"}
+    calls = {"tools", "tool_calls", "parallel_calls", "text_beside_calls", "tool_replies"}
+    assert hermes.renders == {"system", *calls}
     assert (hermes.dialect.reasoning, hermes.dialect.think_tags) == (False, False)
     assert qwen.dialect.reasoning
     assert {"reasoning"} == qwen.renders & {"reasoning", "earlier_reasoning"}
@@ -319,6 +320,10 @@ REFUSED = {
         "each turn at its own place",
     ),
     "no assistant": (LOOP + "{% if m.role == 'user' %}{{ m.content }}</s>{% endif %}" + END, "own place"),
+    "backwards": (
+        T["chatml"].replace("in messages", "in messages[::-1]", 1),
+        "each turn at its own place",
+    ),
     "it raises": ("{{ raise_exception('never') }}", "own place"),
 }
 
