@@ -156,6 +156,8 @@ def _facts(place: str) -> dict[str, str]:
     }
     if place == "cuda":
         facts |= {"CUDA": str(torch.version.cuda), "capability": ".".join(map(str, where.capability))}
+        for name in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TRITON_CACHE_AUTOTUNING"):
+            facts[name] = os.environ.get(name, "not set")
     return {**facts, "on": where.name}
 
 
@@ -219,8 +221,23 @@ class _Patient:
         model = build(config, architecture, device=self.place).to(dtype)
         return bind(model, kernels=kernels)
 
+    def check_memory(self, config: Any, architecture: str) -> None:
+        """Refuses what would be killed for memory: weights, and their gradients in four copies, in fp32.
+
+        Raises:
+            KernelError: the machine has less.
+        """
+        weights = sum(p.numel() for p in build(config, architecture, device="meta").parameters())
+        needed, there = 20 * weights / 2**30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        if self.place == "cpu" and needed > there:
+            raise KernelError(
+                f"proving this width on a CPU takes about {needed:.0f} GiB, the machine has {there:.0f}: run "
+                "doctor on the machine with the GPU"
+            )
+
     def examine(self, subject: str, config: Any, architecture: str) -> None:
         with self.reporting(subject, "bind"):
+            self.check_memory(config, architecture)
             model = self.build(config, architecture, kernels=self.kernels, dtype=self.dtype)
             self.layers[subject] = describe(model)
             lengths: tuple[int, ...] = (*_EDGES, _CAPACITY[self.place] - sum(_EDGES))

@@ -69,6 +69,16 @@ def test_what_a_user_can_cause_is_one_line(tmp_path: Path) -> None:
     assert all("\n" not in check.detail for check in found.checks)
 
 
+def test_a_width_beyond_the_memory_is_refused(tmp_path: Path) -> None:
+    """A model that would get doctor killed on this CPU is a failed check, found before anything is built."""
+    config = tiny_config(FAMILY["Llama"])
+    config.hidden_size, config.intermediate_size = 2**16, 2**20
+    config.save_pretrained(tmp_path)
+    found = doctor.run_doctor(str(tmp_path), device="cpu")
+    assert found.exit_code == 1
+    assert "on a CPU takes about" in found.checks[-1].detail
+
+
 def test_a_broken_package_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A half-installed package is a failure even where another would serve: transformers falls back."""
     (tmp_path / "tilelang").mkdir()

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -262,7 +266,9 @@ def choose(layer: torch.nn.Module, *, name: str, where: Machine, wanted: str | N
         raise Unsupported(f"{name}: torch's varlen attention has no sinks: bind with kernels='reference'")
     if wanted == "FA4" and getattr(layer, "sliding_window", None) is not None:
         raise KernelError(f"{name}: FlashAttention 4 can't train with a sliding window: choose FA2 or FA3")
-    if wanted in ("FA3", "FA4"):
+    if wanted == "FA2" and current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
+    elif wanted in ("FA3", "FA4"):
         try:
             activate_flash_attention_impl(wanted)
         except (ImportError, ValueError, RuntimeError) as error:
