@@ -1,7 +1,8 @@
 """Messages to examples through the tokenizer's own chat template: what is trained is what should be.
 
-messages -> normalised (`messages`) -> rendered, with a place for each (`template`) -> trained spans, found
-and checked by what probes showed of the template (`calibrate`, `spans`) -> ids and labels (`encode`).
+messages -> in the template's dialect (`dialect`) -> rendered, with a place for each (`template`) -> trained
+spans, found and checked by what probes showed of the template (`probes`, `calibrate`, `spans`) -> ids and
+labels (`encode`). `audit` asks a template what decides whether training on it is right; `tokenizer` loads.
 """
 
 from packing.chat.audit import Audit, Finding, audit

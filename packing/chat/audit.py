@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from packing.chat.calibrate import find_dialect, place_of
 from packing.chat.dialect import adapt
 from packing.chat.encode import ChatEncoder, ChatOptions, chat_template_of
+from packing.chat.probes import find_dialect, place_of
 from packing.chat.template import RENDER_ERRORS, ChatTemplate
 from packing.errors import RowRejected, TemplateError
 from packing.example import Conversation, Example

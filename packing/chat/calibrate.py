@@ -12,32 +12,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from packing.chat.dialect import Dialect, adapt
-from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render, ScatteredError
-from packing.errors import RowRejected, TemplateError
+from packing.chat.dialect import Dialect
+from packing.chat.probes import Observation, Words, attempt, build, find_dialect, find_displaced, observe_all
+from packing.chat.template import ChatTemplate
+from packing.errors import TemplateError
 
 TAG = re.compile(r"<[^<>\s]{1,80}>|\[/?[A-Z][A-Z_]+\]")
 THINK = re.compile(r"<[^<>\s]*think[^<>\s]*>|\[/?THINK\]", re.IGNORECASE)
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"The {name} description",
-            "parameters": {
-                "type": "object",
-                "properties": {"wombat": {"type": "string", "description": "Any wombat"}},
-                "required": ["wombat"],
-            },
-        },
-    }
-    for name in ("axolotl_lookup", "narwhal_lookup")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,51 +65,6 @@ class Calibration:
     displaced: frozenset[tuple[str, bool]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Observation:
-    """One probed turn in its render."""
-
-    previous: str
-    next: str
-    answer: str
-    reasoning: str
-    calls: int
-    name: str
-    region: str
-    following: str
-    prompt: str | None
-    foreign: bool
-
-    @property
-    def key(self) -> tuple[str, bool]:
-        return (self.previous, self.calls > 0)
-
-
-class _Words:
-    """Words that no template contains; the two sets begin with different letters, so that what two probes
-    share is the template's own text.
-    """
-
-    def __init__(self, stem: str) -> None:
-        self.stem = stem
-        self.count = 0
-        self.given: list[str] = []
-
-    def __call__(self) -> str:
-        self.count += 1
-        self.given.append(f"{self.stem}{self.count}{self.stem[::-1]}")
-        return self.given[-1]
-
-
-# Each letter is a message; A is the probed turn: s(ystem), u(ser), a(ssistant), c(all), t(ool reply).
-_PLAIN = (
-    *("uA", "uAu", "uAua", "uauA", "uauAua", "uaA", "uAa"),
-    *("suA", "suAua", "sA", "sAua", "usA", "uasuA", "uAsua", "A", "Aua"),
-    *("uAta", "uctA", "uctAua", "ucttA", "uctctA", "uauctA"),
-)
-_CALLS = ("uA", "uAta", "uAtaua", "uauAta", "uctAta", "uctA", "uAtta")
-
-
 def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[str]) -> Calibration:
     """Learns a template's turns. About a hundred renders, some 20 ms.
 
@@ -138,7 +77,7 @@ def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[st
         TemplateError: training on this template would be wrong; says why and what to do.
     """
     dialect, renders = find_dialect(template)
-    observations = list(_observe_all(template, dialect, renders))
+    observations = list(observe_all(template, dialect, renders))
     plain = [seen for seen in observations if not seen.calls and seen.previous == "user"]
     if not {"", "user"} <= {seen.next for seen in plain}:
         raise TemplateError(
@@ -175,7 +114,7 @@ def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[st
         headers=headers,
         markers=_find_markers(template, dialect, starts, ends),
         renders=renders,
-        displaced=_find_displaced(template, dialect),
+        displaced=find_displaced(template, dialect),
     )
 
 
@@ -183,182 +122,8 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:38]} … {text[-38:]}")
 
 
-def _build(
-    shape: str, words: _Words, *, reasoning: bool = False, calls: int = 0, text: bool = True
-) -> list[dict[str, Any]]:
-    """The messages of a shape; the properties are those of its probed turn."""
-    messages: list[dict[str, Any]] = []
-    for letter in shape:
-        role = {"s": "system", "u": "user", "t": "tool"}.get(letter, "assistant")
-        message: dict[str, Any] = {"role": role, "content": words()}
-        if letter == "c":
-            message |= {"content": "", "tool_calls": [_a_call(words)]}
-        if letter == "A":
-            if reasoning:
-                message["reasoning_content"] = words()
-            if calls:
-                message["tool_calls"] = [_a_call(words) for _ in range(calls)]
-            if not text:
-                message["content"] = ""
-        messages.append(message)
-    return messages
-
-
-def _a_call(words: _Words) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": words(), "arguments": {"wombat": words()}}}
-
-
-def _try(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], dialect: Dialect, **more: Any
-) -> tuple[Render, list[dict[str, Any]]] | None:
-    """The render of a probe, None where the template refuses it."""
-    try:
-        adapted = adapt(messages, dialect=dialect, notes=[])
-        return template.render(adapted, **more), adapted
-    except (RowRejected, *RENDER_ERRORS):
-        return None
-
-
-def place_of(render: Render, messages: Sequence[Mapping[str, Any]], number: int) -> tuple[int, int] | None:
-    """Where a message is printed; None where it is not, or not in one place."""
-    try:
-        return render.places(messages)[number]
-    except ScatteredError:
-        return None
-
-
-def find_dialect(template: ChatTemplate) -> tuple[Dialect, frozenset[str]]:
-    """How the template takes reasoning, calls and tools, and what of them it prints (`renders`)."""
-    words = _Words("Quokka")
-    dialect = Dialect(aliases=tuple(sorted({"thinking", "reasoning"} & template.reads)))
-    renders = set()
-
-    def shows(messages: Sequence[Mapping[str, Any]], *wanted: str, **more: Any) -> str | None:
-        seen = _try(template, messages, dialect, **more)
-        return seen[0].text if seen and all(word in seen[0].text for word in wanted) else None
-
-    for name, shape in (("reasoning", "uA"), ("earlier_reasoning", "uAua")):
-        messages = _build(shape, words, reasoning=True)
-        if shows(messages, messages[1]["reasoning_content"]):
-            renders.add(name)
-    dialect = replace(
-        dialect, reasoning=bool(renders), think_tags=not renders and _cuts_think(template, words)
-    )
-    messages = _build("suA", words)
-    if shows(messages, *(m["content"] for m in messages)):
-        renders.add("system")
-    if (found := _find_call_dialect(template, dialect, words)) is not None:
-        dialect = found
-        renders.add("tool_calls")
-        messages = _build("uA", words, calls=2, text=False)
-        values = [call["function"]["arguments"]["wombat"] for call in messages[1]["tool_calls"]]
-        if shows(messages, *values):
-            renders.add("parallel_calls")
-        messages = _build("ucta", words)
-        if shows(messages, messages[2]["content"]):
-            renders.add("tool_replies")
-    functions: list[Any] = [tool["function"] for tool in TOOLS]
-    wanted = [text for function in functions for text in (function["name"], function["description"])]
-    if shows(_build("uA", words), *wanted, "wombat", tools=TOOLS):
-        renders.add("tools")
-    return dialect, frozenset(renders)
-
-
-def _cuts_think(template: ChatTemplate, words: _Words) -> bool:
-    """Whether a think block in the content is lost, in the last turn or an earlier one."""
-    for shape in ("uA", "uAua"):
-        messages = _build(shape, words)
-        messages[1]["content"] = f"<think>\n{words()}\n</think>\n\n{words()}"
-        seen = _try(template, messages, Dialect(reasoning=False))
-        if seen and words.given[-2] not in seen[0].text:
-            return True
-    return False
-
-
-def _find_call_dialect(template: ChatTemplate, dialect: Dialect, words: _Words) -> Dialect | None:
-    forms: tuple[Literal["object", "text"], ...] = ("object", "text")
-    for call_ids, arguments in itertools.product((False, True), forms):
-        candidate = replace(dialect, arguments=arguments, call_ids=call_ids)
-        messages = _build("uAta", words, calls=1, text=False)
-        called = messages[1]["tool_calls"][0]["function"]
-        if (seen := _try(template, messages, candidate)) is None:
-            continue
-        region = place_of(*seen, 1)
-        text = seen[0].text[slice(*region)] if region else ""
-        # A quote behind a backslash: JSON text that was written as JSON once more.
-        if (
-            all(word in text for word in (called["name"], "wombat", called["arguments"]["wombat"]))
-            and '\\"' not in text
-        ):
-            return candidate
-    return None
-
-
-def _observe_all(template: ChatTemplate, dialect: Dialect, renders: frozenset[str]) -> Iterator[_Observation]:
-    kinds: list[tuple[Sequence[str], dict[str, Any]]] = [
-        (_PLAIN, {}),
-        (_PLAIN, {"reasoning": True}),
-    ]
-    if "tool_calls" in renders:
-        kinds += [
-            (_CALLS, {"calls": calls, "text": text, "reasoning": reasoning})
-            for calls in ((1, 2) if "parallel_calls" in renders else (1,))
-            for text in (False, True)
-            for reasoning in (False, True)
-        ]
-    for (shapes, kind), stem in itertools.product(kinds, ("Quokka", "zebu")):
-        for shape in shapes:
-            words = _Words(stem)
-            seen = _observe(template, dialect, shape, words, kind)
-            if seen is not None:
-                yield seen
-
-
-def _observe(
-    template: ChatTemplate, dialect: Dialect, shape: str, words: _Words, kind: Mapping[str, Any]
-) -> _Observation | None:
-    messages = _build(shape, words, **kind)
-    probed = shape.index("A")
-    if (seen := _try(template, messages, dialect)) is None or (region := place_of(*seen, probed)) is None:
-        return None
-    render, adapted = seen
-    text = render.text[slice(*region)]
-    message = messages[probed]
-    own = [message["content"], message.get("reasoning_content", "")]
-    for call in message.get("tool_calls", ()):
-        own += [call["function"]["name"], call["function"]["arguments"]["wombat"]]
-    if any(word not in text for word in (own[0], *own[2:])):
-        return None
-    return _Observation(
-        previous=messages[probed - 1]["role"] if probed else "",
-        next=messages[probed + 1]["role"] if probed + 1 < len(messages) else "",
-        answer=own[0],
-        reasoning=own[1] if own[1] in text else "",
-        calls=kind.get("calls", 0),
-        name=own[2] if kind.get("calls") else "",
-        region=text,
-        following=render.text[region[1] :],
-        prompt=_generation_prompt(template, adapted[:probed]),
-        foreign=any(word in text for word in words.given if word not in own),
-    )
-
-
-def _generation_prompt(template: ChatTemplate, history: Sequence[Mapping[str, Any]]) -> str | None:
-    """What the template prints behind the history to make the model speak; None where it can't be told."""
-    if not history:
-        return None
-    try:
-        without = template.render(history)
-        prompted = template.render(history, add_generation_prompt=True).text
-    except RENDER_ERRORS:
-        return None
-    # Not what the text has more than without the prompt: a template may print BOS or EOS in its place.
-    end = max((p.end for p in without.pieces if p.message == len(history) - 1), default=len(without.text))
-    return prompted[end:] if prompted[:end] == without.text[:end] else None
-
-
 def _find_starts(
-    observations: Sequence[_Observation], bos: str | None
+    observations: Sequence[Observation], bos: str | None
 ) -> tuple[dict[tuple[str, bool], str], dict[tuple[str, bool], str]]:
     """The header of each kind of turn, or why it can't be told."""
     starts: dict[tuple[str, bool], str] = {}
@@ -394,13 +159,13 @@ def _find_starts(
     return starts, why_not
 
 
-def _prompt(group: Iterable[_Observation]) -> str | None:
+def _prompt(group: Iterable[Observation]) -> str | None:
     """What the generation prompts of some probes share; None without any."""
     prompts = [seen.prompt for seen in group if seen.prompt is not None]
     return _whole_tags(_common(prompts)) if prompts else None
 
 
-def _check_prompts(start: str, group: Iterable[_Observation], bos: str | None) -> None:
+def _check_prompts(start: str, group: Iterable[Observation], bos: str | None) -> None:
     """The header is the whole generation prompt, or all of it but the think tag.
 
     Raises:
@@ -456,7 +221,7 @@ def _common(texts: Sequence[str]) -> str:
 
 
 def _find_ends(
-    observations: Sequence[_Observation], template: ChatTemplate, bos: str | None, special: re.Pattern[str]
+    observations: Sequence[Observation], template: ChatTemplate, bos: str | None, special: re.Pattern[str]
 ) -> tuple[dict[tuple[str, bool], tuple[tuple[str, str], ...]], bool]:
     """The markers that end a turn, by what follows it; and whether the next message prints them."""
     ends: dict[tuple[str, bool], set[tuple[str, str]]] = {}
@@ -517,7 +282,7 @@ def _marker(tail: str, bos: str | None, special: re.Pattern[str]) -> tuple[str, 
 
 
 def _find_leads(
-    placed: Sequence[tuple[_Observation, str]],
+    placed: Sequence[tuple[Observation, str]],
 ) -> tuple[frozenset[str], frozenset[tuple[str, str]], frozenset[tuple[bool, bool, bool, int]]]:
     leads, think, headers = set(), set(), set()
     for seen, start in placed:
@@ -534,7 +299,7 @@ def _find_leads(
     return frozenset(leads), frozenset(think), frozenset(headers)
 
 
-def _find_openings(placed: Sequence[tuple[_Observation, str]]) -> dict[str, frozenset[str]]:
+def _find_openings(placed: Sequence[tuple[Observation, str]]) -> dict[str, frozenset[str]]:
     """What stands between the start and what a turn with calls says first."""
     openings: dict[str, set[str]] = {"reasoning": set(), "answer": set(), "call": set()}
     for seen, start in placed:
@@ -546,28 +311,6 @@ def _find_openings(placed: Sequence[tuple[_Observation, str]]) -> dict[str, froz
     return {first: frozenset(found) for first, found in openings.items()}
 
 
-def _find_displaced(template: ChatTemplate, dialect: Dialect) -> frozenset[tuple[str, bool]]:
-    displaced = set()
-    for shape, tools in itertools.product(("uaua", "suaua", "uasuaua", "suasua"), (None, TOOLS)):
-        words = _Words("Quokka")
-        messages = _build(shape, words)
-        if (seen := _try(template, messages, dialect, tools=tools)) is None:
-            continue
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                continue
-            place = place_of(*seen, number)
-            own = seen[0].text[slice(*place)] if place else ""
-            if message["content"] in seen[0].text and message["content"] not in own:
-                displaced.add((message["role"], is_first(messages, number)))
-    return frozenset(displaced)
-
-
-def is_first(messages: Sequence[Mapping[str, Any]], number: int) -> bool:
-    """Whether a message is the first of its role."""
-    return all(other["role"] != messages[number]["role"] for other in messages[:number])
-
-
 def _find_markers(
     template: ChatTemplate,
     dialect: Dialect,
@@ -577,8 +320,8 @@ def _find_markers(
     """The tags around messages; what stands before or behind one without any tag is a marker itself."""
     around = [*starts.values(), *(marker for found in ends.values() for marker, _ in found)]
     for shape in ("uaua", "suaua"):
-        words = _Words("Quokka")
-        if seen := _try(template, _build(shape, words), dialect):
+        words = Words("Quokka")
+        if seen := attempt(template, build(shape, words), dialect):
             for start, end, message in seen[0].pieces:
                 if message >= 0:
                     around += seen[0].text[start:end].split(words.given[message])

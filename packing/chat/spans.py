@@ -15,8 +15,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from packing.chat.calibrate import Calibration, is_first
+from packing.chat.calibrate import Calibration
 from packing.chat.dialect import Note, split_think
+from packing.chat.probes import is_first
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render, ScatteredError
 from packing.errors import Reason, RowRejected
 
