@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -63,10 +64,11 @@ def version(package: str) -> str | None:
 
 def commit() -> str:
     """The commit at hand, `-dirty` behind it where tracked files differ, or "unknown" outside a checkout."""
-    here = Path(__file__).parent
+    if shutil.which("git") is None:
+        return os.environ.get("PADFREE_COMMIT", "unknown")
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=here,
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,

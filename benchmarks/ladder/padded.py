@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from training.config import Config
 from training.metrics import FILE
 from training.model import blocks, ends, materialise, read_config
 from training.optim import clip, make_optimizer
-from training.parallel import World, join, on_device, shard
+from training.parallel import World, join, shard
 from training.recompute import recompute
 from training.train import precision
 
@@ -135,7 +135,7 @@ def train(config: Config, *, in_order_of_length: bool) -> None:
                 )
                 loss = torch.zeros((), device=world.device)
                 for batch in batches_:
-                    share = root(**on_device(batch, world.device), num_items_in_batch=int(supervised))
+                    share = root(**_on_device(batch, world.device), num_items_in_batch=int(supervised))
                     share.backward()
                     loss += share.detach()
                 norm = clip(root.parameters(), limit=config.optim.clip)
@@ -188,6 +188,14 @@ def _dealt(examples: Sequence[Sequence[Example]], *, slots: int) -> list[Step]:
     return [step + [[nothing]] * (most - len(step)) for step in dealt]
 
 
+def _on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A padded batch has no boundaries, so the trainer's own way to the device is not for it."""
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }
+
+
 @torch.no_grad()
 def _probe(root: nn.Module, shards: ShardSet, *, world: World) -> float:
     """The mean loss of the supervised tokens of the part `eval`, its buffers dealt out over the ranks."""
@@ -199,7 +207,7 @@ def _probe(root: nn.Module, shards: ShardSet, *, world: World) -> float:
     loss, count = 0.0, 0
     for examples in _dealt(mine, slots=shards.capacity)[world.rank]:
         batch = collate(examples)
-        loss += float(root(**on_device(batch, world.device), num_items_in_batch=1))
+        loss += float(root(**_on_device(batch, world.device), num_items_in_batch=1))
         count += int((batch["labels"] != IGNORE_INDEX).sum())
     root.train()
     total, supervised = world.sum(loss, count)
