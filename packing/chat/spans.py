@@ -10,6 +10,7 @@ can only refuse. What they let through is explained to the last character:
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,6 +141,16 @@ def _printed(value: Any, text: str) -> bool:
     return any(form in text for form in _forms(value))
 
 
+def _count(name: str, text: str) -> int:
+    """How often a name stands in a text as a word of its own: "f" is not in "function"."""
+    return len(_word(name).findall(text))
+
+
+@functools.lru_cache(maxsize=4096)
+def _word(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+
+
 def _check_tools(
     render: Render,
     places: Sequence[Place | None],
@@ -152,7 +163,7 @@ def _check_tools(
     elsewhere = list(_elsewhere(render, places, messages))
     for tool in tools:
         name = tool["function"]["name"]
-        if not any(name in place for place in elsewhere):
+        if not any(_count(name, place) for place in elsewhere):
             raise RowRejected(Reason.TEXT_LOST, f"the chat template does not print the tool {name!r}")
 
 
@@ -349,7 +360,7 @@ class _Turn:
 
     def _check_call(self, call: Mapping[str, Any], said: str) -> None:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if said.count(name) < sum(other["function"]["name"] == name for other in self.calls):
+        if _count(name, said) < sum(other["function"]["name"] == name for other in self.calls):
             raise _lost(self.number, f"a call of {name!r} is left out")
         for leaf in [arguments] if isinstance(arguments, str) else _leaves(arguments):
             if not _printed(leaf, said):

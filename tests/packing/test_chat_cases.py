@@ -447,6 +447,48 @@ def test_tools_as_json_text(tokenizer):
     assert all(example == examples[0] for example in examples)
 
 
+def test_a_header_that_the_row_changes_is_refused(run, reason):
+    """Kimi prints a message's name in place of its role: the header is not the one that is known."""
+    T["named"] = T["chatml"].replace("m['role']", "(m.name or m.role)")
+    assert run([u("q"), a("r")], "named")[1] == "r<|im_end|>"
+    found, detail = reason([u("q"), a("r", name="Bob")], "named")
+    assert (found, "does not begin with" in detail) == (Reason.SPAN_UNCERTAIN, True)
+
+
+def test_a_tool_may_not_vanish(reason):
+    """A template that leaves out one schema of a row: the model would call what it was not told of."""
+    T["hiding"] = T["hermes"].replace(
+        "(tools | tojson)", "(tools | rejectattr('function.name', 'equalto', 'g') | list | tojson)"
+    )
+    spare = {"type": "function", "function": {"name": "g"}}
+    found, detail = reason([u("q"), a("r")], "hiding", tools=[*TOOLS, spare])
+    assert (found, "'g'" in detail) == (Reason.TEXT_LOST, True)
+
+
+def test_marks_around_others_are_found_in_the_row(reason):
+    """A template may mark a user's text in some rows alone: those are rejected."""
+    T["odd_marks"] = T["marked"].replace(
+        "m.role == 'assistant' %}", "m.role == 'assistant' or m.content == 'odd' %}"
+    )
+    found, detail = reason([u("odd"), a("r")], "odd_marks")
+    assert (found, "marks text of the user" in detail) == (Reason.SPAN_UNCERTAIN, True)
+
+
+def test_marks_that_leave_a_turn_out_are_found_in_the_row(reason, run):
+    """A branch without marks, as for calls, would leave its turns untrained."""
+    T["half_marked"] = T["marked"].replace(
+        "m.role == 'assistant' %}", "m.role == 'assistant' and m.content != 'odd' %}"
+    )
+    assert reason([u("q"), a("odd"), u("q"), a("r")], "half_marked")[0] is Reason.SPAN_UNCERTAIN
+    T["text_outside"] = (
+        T["marked"]
+        .replace("{{ m.content + '<|im_end|>' }}{% endgen", "{{ m.content[:9] }}{% endgen")
+        .replace("{% endgeneration %}", "{% endgeneration %}{{ m.content[9:] + '<|im_end|>' }}")
+    )
+    assert reason([u("q"), a("a long answer")], "text_outside")[0] is Reason.SPAN_UNCERTAIN
+    assert run([u("q"), a("short")], "text_outside")[1] == "short<|im_end|>"
+
+
 def test_call_ids_are_added_where_the_template_demands_them(run):
     """Ids of nine characters, the reply's that of its call, and a note for each."""
     talk = [u("q"), a("", tool_calls=[call({}), call({})]), tool("1"), tool("2"), a("both")]
