@@ -21,6 +21,7 @@ from packing.chat.template import ChatTemplate
 from packing.errors import TemplateError
 
 TAG = re.compile(r"<[^<>\s]{1,80}>|\[/?[A-Z][A-Z_]+\]")
+ENDS_IN_TAG = re.compile(f"(?:{TAG.pattern})$")
 THINK = re.compile(r"<[^<>\s]*think[^<>\s]*>|\[/?THINK\]", re.IGNORECASE)
 
 
@@ -310,7 +311,11 @@ def _find_leads(
     leads, think, headers = set(), set(), set()
     for seen, start in placed:
         if header := start.strip():
-            headers.add((bool(seen.reasoning), bool(seen.answer), seen.calls > 0, seen.region.count(header)))
+            # A model that goes on behind an end of its own, as gpt-oss does, says the header again. Behind
+            # anything else it is the template's mistake.
+            between = seen.region.split(header)[1:-1]
+            if all(ENDS_IN_TAG.search(text.rstrip()) for text in between):
+                headers.add((bool(seen.reasoning), bool(seen.answer), seen.calls > 0, len(between) + 1))
         if seen.calls:
             continue
         lead = seen.region[len(start) : seen.region.rindex(seen.answer)]

@@ -409,7 +409,8 @@ def test_what_stands_in_front_of_a_call_is_known(reason):
         )
     )
     talk = [u("q"), a("", tool_calls=[call({"x": 1})])]
-    assert reason(talk, "late_tools", tools=TOOLS)[0] is Reason.SPAN_UNCERTAIN
+    found, detail = reason(talk, "late_tools", tools=TOOLS)
+    assert (found, "as no probe does" in detail) == (Reason.SPAN_UNCERTAIN, True)
 
 
 def test_what_stands_behind_a_call_is_not_another_tool(reason):
@@ -453,6 +454,45 @@ def test_a_header_that_the_row_changes_is_refused(run, reason):
     assert run([u("q"), a("r")], "named")[1] == "r<|im_end|>"
     found, detail = reason([u("q"), a("r", name="Bob")], "named")
     assert (found, "does not begin with" in detail) == (Reason.SPAN_UNCERTAIN, True)
+
+
+@pytest.mark.parametrize(
+    "printed", ["m['content'] + ' (brief)'", "'Note: ' + m['content']", "m['content'] * 2"]
+)
+def test_what_the_template_adds_in_some_rows_is_not_trained(run, reason, printed):
+    """Text around the answer that no probe showed makes the row uncertain: nobody said it."""
+    T["adding"] = T["chatml"].replace(
+        "m['content']", f"({printed} if m['content'] == 'hi' else m['content'])"
+    )
+    assert run([u("q"), a("hello")], "adding")[1] == "hello<|im_end|>"
+    assert reason([u("q"), a("hi")], "adding")[0] is Reason.SPAN_UNCERTAIN
+
+
+def test_what_the_template_adds_in_all_rows_is_trained(run):
+    """The template's own words between header and answer come in every turn: the model has to say them."""
+    T["leading"] = T["chatml"].replace(
+        "m['content']", "('Final answer: ' if m.role == 'assistant' else '') + m['content']"
+    )
+    assert run([u("q"), a("r")], "leading")[1] == "Final answer: r<|im_end|>"
+
+
+def test_a_second_header_within_a_turn_is_refused(reason):
+    """A template that prints the header again between text and call: given twice, said never."""
+    T["twice"] = T["hermes"].replace(
+        "{{- '<tool_call>' +", "{{- ('<|im_start|>assistant\\n' if m.content else '') + '<tool_call>' +"
+    )
+    talk = [u("q"), a("I look", tool_calls=[call({"x": 1})])]
+    found, detail = reason(talk, "twice")
+    assert (found, "2 times" in detail) == (Reason.SPAN_UNCERTAIN, True)
+
+
+def test_the_third_call_may_not_vanish(run, reason):
+    """A template that prints two calls at most, which probes of two do not show."""
+    T["two_calls"] = T["hermes"].replace("m.tool_calls or []", "(m.tool_calls or [])[:2]")
+    calls = [call({"x": 1}), call({"x": 1}), call({"x": 1})]
+    assert run([u("q"), a("", tool_calls=calls[:2])], "two_calls")[1].count("<tool_call>") == 2
+    found, detail = reason([u("q"), a("", tool_calls=calls)], "two_calls")
+    assert (found, "call of 'f'" in detail) == (Reason.TEXT_LOST, True)
 
 
 def test_a_tool_may_not_vanish(reason):
