@@ -67,7 +67,7 @@ class Calibration:
 
 
 def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[str]) -> Calibration:
-    """Learns a template's turns. About a hundred renders, some 20 ms.
+    """Learns a template's turns. A few hundred renders, 20 to 300 ms.
 
     Args:
         template: The template.

@@ -85,8 +85,8 @@ class _Draft:
 class ChatEncoder:
     """Makes examples of conversations with one tokenizer and one set of options.
 
-    Pickling sends the tokenizer and the options; the template is learnt again on the other side, some
-    40 ms. Not safe to share between threads.
+    Pickling sends the tokenizer and the options; the template is learnt again on the other side, which
+    takes 20 to 300 ms. Not safe to share between threads.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
@@ -500,5 +500,5 @@ def encode_chat(
 
 @functools.lru_cache(maxsize=4)
 def _encoder(tokenizer: Any, *, tokenizer_state: Any, template_args: str, **options: Any) -> ChatEncoder:
-    """Learning a template takes some 40 ms: kept for the next call with the same tokenizer and options."""
+    """Learning a template takes 20 to 300 ms: kept for the next call with the same tokenizer and options."""
     return ChatEncoder(tokenizer, options=ChatOptions(template_args=json.loads(template_args), **options))

@@ -89,7 +89,10 @@ _PLAIN = (
     *("suA", "suAua", "sA", "sAua", "usA", "uasuA", "uAsua", "A", "Aua"),
     *("uAta", "uctA", "uctAua", "ucttA", "uctctA", "uauctA"),
 )
-_CALLS = ("uA", "uAta", "uAtaua", "uauAta", "uctAta", "uctA", "uAtta")
+_CALLS = (
+    *("uA", "uAta", "uAtaua", "uauAta", "uctAta", "uctA", "uAtta"),
+    *("uAua", "uAa", "uaAta", "suAta", "uasuAta"),
+)
 
 
 def build(

@@ -271,10 +271,12 @@ def test_reasoning_twice_is_flagged(reason):
 
 
 def test_reasoning_is_not_found_by_chance(run):
-    """Reasoning that happens to spell the template's markup is dropped all the same, and counted."""
-    talk = [u("q"), a("x", reasoning_content="think"), u("q"), a("y", reasoning_content="z")]
-    assert run(talk, "qwen3")[2] == [Note.REASONING_DROPPED]
-    assert run(talk, "chatml")[2] == [Note.REASONING_DROPPED] * 2
+    """Reasoning that the template leaves out is counted, even where the answer or the markup spells it."""
+    talk = [u("q"), a("x marks", reasoning_content="x"), u("q"), a("y", reasoning_content="think")]
+    for template, dropped in (("qwen3", 1), ("chatml", 2), ("keeps_reasoning", 0)):
+        assert run(talk, template)[2] == [Note.REASONING_DROPPED] * dropped
+    called = [u("q"), a("", reasoning_content="name", tool_calls=[call({})]), u("q"), a("y")]
+    assert run(called, "qwen3")[2] == [Note.REASONING_DROPPED]
 
 
 def test_gptoss_thinking_field(run, reason):
