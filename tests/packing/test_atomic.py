@@ -1,7 +1,9 @@
 """A folder appears whole or not at all, by one writer at a time, whatever happens to the writer."""
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +139,31 @@ def test_a_race(tmp_path: Path) -> None:
     assert all("exists" in line or "another process" in line for line in said if line != "won\n")
     verify(tmp_path / "set")
     assert os.listdir(tmp_path) == ["set"]
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a_folder_taken_away_while_locking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
+) -> None:
+    """If the owner publishes or discards between our opening the lock and taking it, we begin anew.
+
+    Else two writers would own one folder, or one would own a folder that is published.
+    """
+    partial = tmp_path / ".set.padfree-partial"
+    plain, taken = fcntl.flock, []
+
+    def late(lock: int, operation: int) -> None:
+        if not taken:
+            partial.rename(tmp_path / "published") if renamed else shutil.rmtree(partial)
+        taken.append(lock)
+        plain(lock, operation)
+
+    monkeypatch.setattr(atomic.fcntl, "flock", late)
+    folder = AtomicFolder(tmp_path / "set", force=False, may_replace=lambda _: False)
+    assert len(taken) == 2
+    (folder.path / "file").write_text("ours")
+    folder.publish()
+    assert (tmp_path / "set" / "file").read_text() == "ours"
 
 
 def test_a_rename_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
