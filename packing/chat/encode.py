@@ -21,7 +21,7 @@ from packing.chat.calibrate import Calibration, calibrate
 from packing.chat.dialect import Note, adapt, check_tools, to_json
 from packing.chat.spans import find_turns
 from packing.chat.template import RENDER_ERRORS, ChatTemplate
-from packing.chat.tokenizer import any_of, plain_backend, tokenizer_digest
+from packing.chat.tokenizer import PROBES, any_of, plain_backend, tokenizer_digest
 from packing.errors import OptionError, Reason, RowRejected, TemplateError
 from packing.example import IGNORE_INDEX, Conversation, Example, make_example
 from packing.messages import clean, read_message, read_tools
@@ -106,7 +106,12 @@ class ChatEncoder:
         self._is_special = np.zeros(max((len(tokenizer), *(n + 1 for n in special))), np.bool_)
         self._is_special[list(special)] = True
         # Looked for behind the normalizer, a special token can come of text that does not spell it.
-        self._forgeable = self._backend.normalizer is not None and any(t.normalized for t in special.values())
+        normalizer = self._backend.normalizer
+        self._forgeable = (
+            normalizer is not None
+            and any(token.normalized for token in special.values())
+            and any(normalizer.normalize_str(text) != text for text in PROBES)
+        )
         self._chats: dict[str, tuple[ChatTemplate, Calibration]] = {}
         self._with_tools = self._without_tools = ""
         if self.options.chat_template is not None or tokenizer.chat_template is not None:

@@ -15,7 +15,7 @@ from packing.errors import InputError, TemplateError
 PROBES = (
     "Hello world, it's 12345 o'clock - isn't it?  Two  spaces,\ttabs\nand\n\nlines \n",
     "def f(x):\n    return {'a': [1, 2.50], \"b\": x**2 != 3}  # ok\r\n",
-    "naïve nai\u0308ve Ünïcode ﬁ ½ № İstanbul straße ΑΒΓ абв",
+    "naïve nai\u0308ve Ünïcode ﬁ ½ № ＡＢＣ１２ İstanbul straße ΑΒΓ абв",
     "中文字符，测试。日本語のテスト 한국어 עברית العربية हिन्दी ไทย",
     "👩‍👩‍👧 🏳️‍🌈 é́ \u200b\u00a0\u3000 ∑∫√ <b>&amp;</b> http://a.b/c?d=e_f#g",
 )
