@@ -388,3 +388,14 @@ def test_reasoning_goes_by_the_names_that_the_template_reads():
     source = T["gpt_oss"].replace("m.thinking", "m.reasoning")
     assert learn(source).dialect.aliases == ("reasoning",)
     assert learn(T["qwen3"]).dialect.aliases == ()
+
+
+def test_a_prompt_printed_within_the_loop_is_known_behind_a_system_text():
+    """Granite prints its prompt with the last message of the loop, which a system text alone does not enter."""
+    source = (
+        "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+        "{% if rest is not sameas messages %}{{ '[system]' + messages[0].content + '</s>' }}{% endif %}"
+        "{% for m in rest %}{{ '[' + m.role + ']' + m.content + '</s>' }}"
+        "{% if loop.last and add_generation_prompt %}[assistant]{% endif %}{% endfor %}"
+    )
+    assert learn(source).starts["system", False] == "[assistant]"
