@@ -34,25 +34,17 @@ RENDER_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
-    RecursionError,
+    RuntimeError,
     TypeError,
     ValueError,
 )
 
 RESERVED_ARGUMENTS = frozenset(
     {
-        *(
-            "messages",
-            "conversation",
-            "tools",
-            "documents",
-            "add_generation_prompt",
-            "chat_template",
-            "tokenize",
-        ),
-        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "strftime_now"),
-        *("raise_exception", "self"),
+        *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens"),
+        *("strftime_now", "raise_exception", "self"),
     }
 )
 """Names that `apply_chat_template` or the render itself gives a meaning; no `--template-arg` takes them."""

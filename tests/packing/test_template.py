@@ -391,7 +391,7 @@ def test_reasoning_goes_by_the_names_that_the_template_reads():
 
 
 def test_a_prompt_printed_within_the_loop_is_known_behind_a_system_text():
-    """Granite prints its prompt with the last message of the loop, which a system text alone does not enter."""
+    """Granite prints its prompt within the loop, which a system text alone does not enter."""
     source = (
         "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
         "{% if rest is not sameas messages %}{{ '[system]' + messages[0].content + '</s>' }}{% endif %}"
