@@ -237,6 +237,8 @@ def test_think_tag_as_literal_text(run, content, kept):
         "write the </think> tag last",
         "<think>never closed",
         "a</think>b",
+        "a\n</think> b",
+        "a </think>\nb",
         "<think>a<think>b</think>c",
         "<think>a</think>b</think>c",
         "a\n</think>\nb\n</think>\nc",
@@ -538,6 +540,11 @@ def test_call_ids_are_added_where_the_template_demands_them(run):
     assert "[RESULT]call00000[CONTENT]1" in text
     assert "[RESULT]call00001[CONTENT]2" in text
     assert notes == [Note.CALL_ID_ADDED] * 2
+    named = [u("q"), a("", tool_calls=[{**call({}), "id": "abcdefghi"}]), tool("1"), a("one")]
+    text, _, notes = run(named, "call_ids")
+    assert "[ID]abcdefghi[ARGS]" in text
+    assert "[RESULT]abcdefghi[CONTENT]1" in text
+    assert notes == []
 
 
 def test_tools_printed_with_a_later_message_are_printed(run):
