@@ -12,6 +12,7 @@ A buffer's one boundary truth is `seq_lengths`. Everything that a kernel wants i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ def check_lengths(seq_lengths: Lengths) -> NDArray[np.int64]:
         raise ValueError(f"seq_lengths must be one-dimensional, not of shape {lengths.shape}")
     if lengths.size == 0:
         return np.zeros(0, np.int64)
-    if not np.issubdtype(lengths.dtype, np.integer):
+    if lengths.dtype.kind not in "iu":
         raise ValueError(f"seq_lengths must be whole numbers, not {lengths.dtype}")
     if (smallest := int(lengths.min())) < 1:
         raise ValueError(f"seq_lengths[{int(lengths.argmin())}] is {smallest}; each must be at least 1")
@@ -48,7 +49,9 @@ def cu_seqlens(seq_lengths: Lengths) -> NDArray[np.int32]:
     ends = np.cumsum(check_lengths(seq_lengths))
     if ends.size and ends[-1] > np.iinfo(np.int32).max:
         raise ValueError(f"the lengths sum to {ends[-1]}; int32 boundaries end at {np.iinfo(np.int32).max}")
-    return np.concatenate([np.zeros(1, np.int32), ends.astype(np.int32)])
+    boundaries = np.zeros(ends.size + 1, np.int32)
+    boundaries[1:] = ends
+    return boundaries
 
 
 def starts(seq_lengths: Lengths) -> NDArray[np.int64]:
@@ -87,16 +90,24 @@ class Boundaries(NamedTuple):
     max_seqlen: int
 
 
+@lru_cache(maxsize=8)
+def _numbers(count: int) -> NDArray[np.int64]:
+    """0 … count - 1, the same array each time: only to be read."""
+    numbers = np.arange(count, dtype=np.int64)
+    numbers.flags.writeable = False
+    return numbers
+
+
 def all_of(seq_lengths: Lengths) -> Boundaries:
-    """The four at once, with one check of the lengths: half the time, a fifth of what a batch costs.
+    """The four at once, with one check of the lengths: less than half the time, which a loader notices.
 
     Raises:
         ValueError: as `cu_seqlens`.
     """
     lengths = check_lengths(seq_lengths)
     boundaries = cu_seqlens(lengths)
-    positions = np.arange(boundaries[-1], dtype=np.int64)
-    positions -= np.repeat(boundaries[:-1], lengths)
+    firsts = np.repeat(boundaries[:-1].astype(np.int64), lengths)
+    positions = np.subtract(_numbers(firsts.size), firsts, out=firsts)
     index = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths)
     return Boundaries(boundaries, positions, index, int(lengths.max()) if lengths.size else 0)
 
