@@ -345,6 +345,64 @@ def test_the_digest_is_the_same_in_another_process():
     assert done.stdout.strip() == tokenizer_digest(load_tokenizer(str(TOKENIZER)))
 
 
+def test_the_digest_is_not_changed_by_a_call(tokenizer):
+    """Padding and truncation stay in the tokenizer behind a call, and define no ids."""
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.backend_tokenizer.no_truncation()
+    before = tokenizer_digest(tokenizer)
+    tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=2)
+    assert tokenizer.backend_tokenizer.truncation is not None
+    assert tokenizer_digest(tokenizer) == before
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("hello", Reason.BAD_MESSAGE),
+        ({"role": "assistant", "content": None}, Reason.BAD_MESSAGE),
+        ({"role": "assistant", "content": "x", "reasoning_content": 7}, Reason.BAD_MESSAGE),
+        ({"role": "assistant", "content": "x", "tool_calls": {"name": "f"}}, Reason.BAD_TOOLS),
+        ({"role": "assistant", "content": "x", "tool_calls": ["f"]}, Reason.BAD_TOOLS),
+        ({"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": ""}}]}, Reason.BAD_TOOLS),
+        (
+            {
+                "role": "assistant",
+                "content": "x",
+                "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+            },
+            Reason.BAD_TOOLS,
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": "x",
+                "tool_calls": [{"function": {"name": "f", "arguments": {"x": float("nan")}}}],
+            },
+            Reason.BAD_TOOLS,
+        ),
+        ({"role": "bot", "content": "x"}, Reason.UNKNOWN_ROLE),
+    ],
+)
+def test_a_conversation_that_breaks_its_promise_is_rejected(tokenizer, message, reason):
+    """`Conversation` promises text and objects: what is none is named, whoever made it."""
+    encoder = ChatEncoder(tokenizer, options=ChatOptions(chat_template=T["hermes"]))
+    with pytest.raises(RowRejected) as caught:
+        encoder.encode(Conversation(messages=[TALK[1], message]))
+    assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [["f"], [{"name": "f"}], [{"function": {"name": ""}}], [{"function": {"name": "f", "x": float("inf")}}]],
+)
+def test_tools_that_are_none_are_rejected(tokenizer, tools):
+    """A tool is a function with a name, in JSON."""
+    encoder = ChatEncoder(tokenizer, options=ChatOptions(chat_template=T["hermes"]))
+    with pytest.raises(RowRejected) as caught:
+        encoder.encode(Conversation(messages=TALK, tools=tools))
+    assert caught.value.reason is Reason.BAD_TOOLS
+
+
 def test_a_call_of_the_tokenizer_leaves_no_padding_behind(tokenizer):
     """Padding and truncation that a user's call left in the tokenizer do not reach the examples."""
     encoder = ChatEncoder(tokenizer, options=ChatOptions(chat_template=T["chatml"]))

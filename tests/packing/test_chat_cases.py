@@ -490,6 +490,17 @@ def test_a_second_header_within_a_turn_is_refused(reason):
     assert (found, "2 times" in detail) == (Reason.SPAN_UNCERTAIN, True)
 
 
+@pytest.mark.parametrize("arguments", [{"x": "s", "y": 12345}, {"x": {"y": [12345]}}, {"x": None}])
+def test_an_argument_may_not_vanish(reason, arguments):
+    """A template that prints texts alone leaves out numbers, nested values and null: keys are missed too."""
+    T["texts_alone"] = T["hermes"].replace(
+        "'arguments': call.function.arguments} | tojson",
+        "'arguments': dict(call.function.arguments.items() | selectattr(1, 'string'))} | tojson",
+    )
+    found, detail = reason([u("q"), a("", tool_calls=[call(arguments)])], "texts_alone")
+    assert (found, "in a call of 'f'" in detail) == (Reason.TEXT_LOST, True)
+
+
 def test_the_third_call_may_not_vanish(run, reason):
     """A template that prints two calls at most, which probes of two do not show."""
     T["two_calls"] = T["hermes"].replace("m.tool_calls or []", "(m.tool_calls or [])[:2]")

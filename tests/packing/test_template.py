@@ -80,6 +80,12 @@ def test_an_inner_loop_gives_the_message_back():
     ]
 
 
+def test_a_look_at_another_message_changes_nothing():
+    """`set before = messages[i]` within a loop over messages does not make that one the message at hand."""
+    source = "{% for m in messages %}{% set before = messages[loop.index0 - 1] %}{{ m.content }}{% endfor %}"
+    assert placed(template(source).render(TALK[:2])) == [(0, "one"), (1, "two")]
+
+
 def test_an_equal_message_is_not_the_same():
     """Two messages with the same text have two places: identity counts, not equality."""
     talk = [{"role": "user", "content": "x"}, {"role": "user", "content": "x"}]
@@ -381,6 +387,46 @@ def test_markers_are_tags_or_whole_headers():
     worded += "{% if add_generation_prompt %}assistant:{% endif %}"
     assert learn(worded).markers == {"system:", "user:", "assistant:", "</s>"}
     assert "<think>" not in learn(T["keeps_reasoning"]).markers
+
+
+def test_a_think_tag_of_some_turns_is_no_header():
+    """Where only turns behind a tool have the prompt's think tag, the header of all ends before it."""
+    source = (
+        T["qwen3"]
+        .replace("(loop.last or thought)", "loop.previtem.role == 'tool'")
+        .replace(
+            "{{ '<|im_start|>assistant\\n' }}{% endif %}",
+            "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}",
+        )
+    )
+    assert set(learn(source).starts.values()) == {"<|im_start|>assistant\n"}
+
+
+def test_turns_that_begin_in_two_ways_are_refused():
+    """Without a prompt behind tools, a header that only some of the turns there have would be trained."""
+    source = (
+        "{% for m in messages %}"
+        "{% if m.role != 'assistant' %}{{ '[' + m.role + ']' + m.content }}"
+        "{% else %}{% set before = loop.previtem %}"
+        "{% if not (before and before.role == 'tool' and loop.index0 < 4) %}[assistant]{% endif %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<c>' + c.function | tojson + '</c>' }}{% endfor %}</s>"
+        "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'tool' %}[assistant]{% endif %}"
+    )
+    found = learn(source)
+    assert found.starts["user", False] == "[assistant]"
+    assert ("tool", False) not in found.starts
+    assert "in more than one way" in found.why_not["tool", False]
+
+
+def test_arguments_that_would_be_quoted_twice_are_no_dialect():
+    """A template that refuses objects and writes text as JSON once more takes no calls at all."""
+    source = T["hermes"].replace(
+        "({'name': call.function.name,",
+        "({'name': raise_exception('text!') if call.function.arguments is mapping else call.function.name,",
+    )
+    assert "tool_calls" not in learn(source).renders
+    assert "tool_calls" in learn(T["deepseek"]).renders
 
 
 def test_reasoning_goes_by_the_names_that_the_template_reads():
