@@ -39,6 +39,32 @@ def by_sequence(reference: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return convolution
 
 
+def channel_last(x: torch.Tensor) -> torch.Tensor:
+    """[B, D, T] with strides (D * T, 1, D) to the letter; copied only where memory is in another order.
+
+    `contiguous` is not enough: where T or B is 1 it leaves that axis whatever stride it has.
+    """
+    batch, channels, tokens = x.shape
+    return x.transpose(1, 2).reshape(-1).view(batch, tokens, channels).transpose(1, 2)
+
+
+class _ChannelLastGradient(torch.autograd.Function):
+    """Hands its input on, and the gradient back in the channel-last layout.
+
+    causal-conv1d's backward takes a gradient of stride 1 between channels for channel-last. At T = 1 a
+    contiguous gradient [1, D, 1] has that too (a layer that slices the output sends one), and is refused
+    for its stride of 1 between tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return channel_last(gradient)
+
+
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -56,11 +82,19 @@ def causal_conv1d(
     """
     from causal_conv1d import causal_conv1d_fn
 
-    x = x.transpose(1, 2).contiguous().transpose(1, 2)
-    out: torch.Tensor = record.launch(
-        WHAT, "seq_idx", "seq_idx", causal_conv1d_fn, x, weight, bias, seq_idx=seq_idx, activation=activation
+    out = record.launch(
+        WHAT,
+        "seq_idx",
+        "seq_idx",
+        causal_conv1d_fn,
+        channel_last(x),
+        weight,
+        bias,
+        seq_idx=seq_idx,
+        activation=activation,
     )
-    return out
+    laid_out: torch.Tensor = _ChannelLastGradient.apply(out)  # type: ignore[no-untyped-call]
+    return laid_out
 
 
 def fla_convolution(
