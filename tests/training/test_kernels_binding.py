@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from training.kernels import KernelError, bind, describe, handshake, make_batch, proof, unbind
-from training.kernels.families import FAMILIES, tiny
+from training.kernels.families import FAMILIES, build, tiny, tiny_config
 
 FAMILY = {family.name: family for family in FAMILIES}
 LENGTHS = (1, 63, 64, 65, 7)
@@ -61,6 +61,16 @@ def test_other_models_of_the_module_are_untouched() -> None:
     assert vars(modeling_qwen3_5) == before
     assert not any(hasattr(type(layer), "bound_from") for layer in other.modules())
     assert other.config._attn_implementation != "packed_varlen"
+
+
+def test_models_of_one_configuration_are_bound_each_for_itself() -> None:
+    """Two models built from the same configuration object keep their own attention."""
+    config, architecture = tiny_config(FAMILY["Qwen3.5"]), FAMILY["Qwen3.5"].architecture
+    one, other = build(config, architecture), build(config, architecture)
+    before = other.config._attn_implementation
+    bind(one, kernels="reference")
+    assert one.config._attn_implementation == "packed_varlen_reference"
+    assert other.config._attn_implementation == before
 
 
 def test_binding_twice_is_binding_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,10 +185,13 @@ ARCHITECTURES = frozenset(family.architecture for family in FAMILIES)
 
 
 def build(config: Any, architecture: str, *, device: str = "cpu", seed: int = 0) -> Any:
-    """An fp32 model with random weights, the same for the same seed, in evaluation mode."""
+    """An fp32 model with random weights, the same for the same seed, in evaluation mode.
+
+    It has its own copy of the configuration: binding writes the attention into it.
+    """
     torch.manual_seed(seed)
     with torch.device(device):
-        return getattr(transformers, architecture)(config).eval()
+        return getattr(transformers, architecture)(copy.deepcopy(config)).eval()
 
 
 def tiny_config(family: Family, *, real_heads: bool = False) -> Any:
