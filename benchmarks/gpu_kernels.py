@@ -2,6 +2,8 @@
 
     python benchmarks/gpu_kernels.py                 every section, results/kernels.json, rewritten after each
     python benchmarks/gpu_kernels.py speed compile   some of them
+    python benchmarks/gpu_kernels.py families --families Llama "Gemma 3"
+    python benchmarks/gpu_kernels.py --merge A.json B.json   no run: the union of saved ones, the later wins
     python benchmarks/gpu_kernels.py --dry-run       small sizes on a CPU: does the script still run?
 
 A section that fails is recorded with its error and the next one runs: a GPU is lent for minutes. The name is
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import shutil
 import statistics
@@ -34,7 +37,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch
 
 from training import doctor
 from training.kernels import attention, bind, convolution, make_batch, proof, recurrence, with_chunk_indices
-from training.kernels.families import FAMILIES, build, few_layers, tiny_config
+from training.kernels.families import FAMILIES, Family, build, few_layers, tiny_config
 from training.kernels.packages import probe
 
 # One H200: bytes a second of its memory, dense bf16 operations a second.
@@ -46,6 +49,12 @@ PACKAGES = (
     "tilelang",
     "causal-conv1d",
     "liger-kernel",
+)
+
+# Families from the quickest to compile to the slowest, by what mixes their tokens.
+COMPILES = ("attention", "short convolution", "Mamba-2", "gated delta net", "Kimi delta attention")
+QUICKEST_FIRST = sorted(
+    FAMILIES, key=lambda family: [family.mixes.startswith(mixer) for mixer in COMPILES].index(True)
 )
 
 # Qwen3.5-27B: what `padfree doctor` cuts to the layers that show each kind.
@@ -64,8 +73,9 @@ WIDTH_DRY = {
 class Bench:
     """Sizes, device and clock of a run, real or dry."""
 
-    def __init__(self, *, dry: bool, budget: float) -> None:
+    def __init__(self, *, dry: bool, budget: float, families: Sequence[Family]) -> None:
         self.dry = dry
+        self.families = families
         self.device = "cpu" if dry else "cuda"
         self.dtype = torch.float32 if dry else torch.bfloat16
         self.width = WIDTH_DRY if dry else WIDTH_27B
@@ -192,9 +202,14 @@ def delta_rule(bench: Bench, lengths: Sequence[int]) -> Rows:
             cu_seqlens=batch["cu_seq_lens_q"], chunk_indices=batch["chunk_indices"],
         )[0]  # fmt: skip
 
-    reference = recurrence.rule_by_sequence(
+    by_sequence = recurrence.rule_by_sequence(
         recurrence.DELTA_RULE, inspect.unwrap(torch_chunk_gated_delta_rule)
     )
+
+    def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        # It wants as many key heads as value heads; the kernels repeat them inside.
+        return by_sequence(*(t.repeat_interleave(values // keys, dim=2) for t in (q, k)), v, **options)
+
     found = [("reference, sequence by sequence", reference, 3)]
     if not bench.dry:
         found += [("fla", recurrence.fla_delta_rule, 20), ("flash-qla", recurrence.flash_qla_delta_rule, 20)]
@@ -313,17 +328,24 @@ def width(bench: Bench, note: Callable[[str, Any], None]) -> None:
         transformers.AutoConfig.for_model("qwen3_5_text", **bench.width).save_pretrained(folder)
         found = doctor.run_doctor(folder, device=bench.device)
     print("\n".join(found.lines()), flush=True)
-    note("doctor", found.as_json())
+    named = json.loads(json.dumps(found.as_json()).replace(json.dumps(folder), '"Qwen3.5 at 27B width"'))
+    note("doctor", {**named, "machine": portable(found.machine)})
+
+
+def portable(machine: Mapping[str, str]) -> dict[str, str]:
+    """The facts that mean something elsewhere: no folder of the machine."""
+    return {name: value for name, value in machine.items() if not name.endswith("_DIR")}
 
 
 def families(bench: Bench, note: Callable[[str, Any], None]) -> None:
     """What `padfree doctor` says of every family, one after the other while there is time."""
     checks: list[Any] = []
     layers: dict[str, Any] = {}
-    for number, family in enumerate(FAMILIES):
+    for number, family in enumerate(bench.families):
         if time.monotonic() > bench.ends:
-            note("not_run_for_lack_of_time", [later.name for later in FAMILIES[number:]])
+            note("not_run_for_lack_of_time", [later.name for later in bench.families[number:]])
             break
+        print(f"{family.name}: begun, {bench.ends - time.monotonic():.0f} s left", flush=True)
         start = time.monotonic()
         found = doctor.run_doctor(families=[family], device=bench.device)
         took = time.monotonic() - start
@@ -331,7 +353,7 @@ def families(bench: Bench, note: Callable[[str, Any], None]) -> None:
             print(f"{check.subject}: {check.state} {check.name}: {check.detail}", flush=True)
         checks += [check for check in found.as_json()["checks"] if check["subject"] == family.name]
         layers |= found.as_json()["layers"]
-        note("machine", found.machine)
+        note("machine", portable(found.machine))
         note("layers", layers)
         note("checks", checks)
         note(f"seconds, {family.name}", took)
@@ -368,6 +390,40 @@ def choices(bench: Bench, note: Callable[[str, Any], None]) -> None:
         note(f"{rule}, {conv_name}", attempt(pair))
 
 
+def merge(paths: Sequence[Path]) -> dict[str, Any]:
+    """The union of saved results: of each section, and in `families` of each family, the last that was saved.
+
+    `parts` says of each what it comes from; the rest of the record is that of the last file.
+    """
+    union: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
+    origins: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        saved = json.loads(path.read_text("utf-8"))
+        union |= saved
+        origin = {key: saved[key] for key in ("commit", "date", "command", "hardware", "versions")}
+        parts = saved.get("parts", {})
+        for name, section in saved["results"].items():
+            if name == "families":
+                sections[name] = _with_families(sections.get(name, {}), section)
+                subjects = dict.fromkeys(check["subject"] for check in section["checks"])
+                origins |= {f"families, {one}": parts.get(f"families, {one}", origin) for one in subjects}
+            else:
+                sections[name] = section
+                origins[name] = parts.get(name, origin)
+    return {**union, "results": sections, "parts": origins}
+
+
+def _with_families(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    anew = {check["subject"] for check in after["checks"]}
+    kept = [check for check in before.get("checks", ()) if check["subject"] not in anew]
+    joined = {**before, **after, "layers": {**before.get("layers", {}), **after["layers"]}}
+    joined["checks"] = kept + after["checks"]
+    for key in ("seconds", "not_run_for_lack_of_time"):  # of one run, not of the union
+        joined.pop(key, None)
+    return joined
+
+
 SECTIONS: dict[str, Callable[[Bench, Callable[[str, Any], None]], None]] = {
     "speed": speed,
     "compile": compile_count,
@@ -386,10 +442,21 @@ def main() -> None:
         "--dry-run", action="store_true", help="small sizes on a CPU, nothing saved in results"
     )
     parser.add_argument("--budget", type=float, default=330, help="seconds after which no family is begun")
+    parser.add_argument(
+        "--families", nargs="+", choices=[family.name for family in FAMILIES], metavar="NAME",
+        help="the families of that section; default all, those that compile quickest first",
+    )  # fmt: skip
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="saved results to join")
     arguments = parser.parse_args()
+    if arguments.merge:
+        target = results.RESULTS / "kernels.json"
+        target.write_text(json.dumps(merge(arguments.merge), indent=1) + "\n", "utf-8")
+        print(f"saved {target}")
+        return
     if shutil.which("git") is None:
         results.commit = lambda: os.environ.get("PADFREE_COMMIT", "unknown")
-    bench = Bench(dry=arguments.dry_run, budget=arguments.budget)
+    wanted = [f for f in QUICKEST_FIRST if arguments.families is None or f.name in arguments.families]
+    bench = Bench(dry=arguments.dry_run, budget=arguments.budget, families=wanted)
     if bench.dry:
         torch.set_num_threads(1)
     found: dict[str, Any] = {
