@@ -308,10 +308,7 @@ class _Turn:
 
     def _check_lead(self, said: str, answer: str, shown: bool) -> None:
         """Start, lead and answer make the whole turn: no other text is in it."""
-        said = said.strip()
-        if not said.endswith(answer):
-            raise _uncertain(self.number, "text stands between the answer and the turn's end")
-        lead = said.removesuffix(answer).strip()
+        lead = said.strip().removesuffix(answer).strip()
         if shown:
             known = any(
                 lead.startswith(before)
@@ -322,7 +319,7 @@ class _Turn:
         else:
             known = lead in self.calibration.leads
         if not known:
-            raise _uncertain(self.number, f"what stands before the answer, {lead[:60]!r}, no probe shows")
+            raise _uncertain(self.number, f"what stands beside the answer, {lead[:60]!r}, no probe shows")
 
     def _check_header(self, span: Span, shown: bool) -> None:
         """The header does not come again within the turn, but where every such turn has it so."""

@@ -363,6 +363,7 @@ def test_the_digest_is_not_changed_by_a_call(tokenizer):
         ({"role": "assistant", "content": "x", "reasoning_content": 7}, Reason.BAD_MESSAGE),
         ({"role": "assistant", "content": "x", "tool_calls": {"name": "f"}}, Reason.BAD_TOOLS),
         ({"role": "assistant", "content": "x", "tool_calls": ["f"]}, Reason.BAD_TOOLS),
+        ({"role": "assistant", "content": "x", "tool_calls": 7}, Reason.BAD_TOOLS),
         ({"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": ""}}]}, Reason.BAD_TOOLS),
         (
             {

@@ -374,6 +374,9 @@ def test_a_tag_that_closes_a_call_ends_no_turn():
     found = learn(forgetful)
     assert ("", False) in found.ends
     assert ("", True) not in found.ends
+    early = forgetful.replace("{{- '<tool_call>' +", "{{- '</s><tool_call>' +")
+    assert early != forgetful
+    assert ("", True) not in learn(early).ends
     closed = learn(
         T["hermes"].replace("{{- '<|im_end|>\\n' }}", "{{- '</s>' if m.tool_calls else '<|im_end|>\\n' }}")
     )
@@ -409,8 +412,8 @@ def test_turns_that_begin_in_two_ways_are_refused():
         "{% if m.role != 'assistant' %}{{ '[' + m.role + ']' + m.content }}"
         "{% else %}{% set before = loop.previtem %}"
         "{% if not (before and before.role == 'tool' and loop.index0 < 4) %}[assistant]{% endif %}"
-        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<c>' + c.function | tojson + '</c>' }}{% endfor %}</s>"
-        "{% endif %}{% endfor %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<c>' + c.function | tojson + '</c>' }}{% endfor %}"
+        "</s>{% endif %}{% endfor %}"
         "{% if add_generation_prompt and messages[-1].role != 'tool' %}[assistant]{% endif %}"
     )
     found = learn(source)
