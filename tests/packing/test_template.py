@@ -412,7 +412,8 @@ def test_turns_that_begin_in_two_ways_are_refused():
         "{% if m.role != 'assistant' %}{{ '[' + m.role + ']' + m.content }}"
         "{% else %}{% set before = loop.previtem %}"
         "{% if not (before and before.role == 'tool' and loop.index0 < 4) %}[assistant]{% endif %}"
-        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<c>' + c.function | tojson + '</c>' }}{% endfor %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<c>' + c.function | tojson + '</c>' }}"
+        "{% endfor %}"
         "</s>{% endif %}{% endfor %}"
         "{% if add_generation_prompt and messages[-1].role != 'tool' %}[assistant]{% endif %}"
     )
