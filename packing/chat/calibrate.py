@@ -43,7 +43,7 @@ class Calibration:
         think: What may stand before and behind reasoning.
         openings: (what a turn with calls says first: "reasoning", "answer" or "call") -> what may stand
             between the start and that.
-        headers: (reasoning shown, an answer, calls, how often the header stands in the turn), as seen.
+        headers: (reasoning shown, an answer, how often the header stands in it), of turns with calls.
         markers: Texts that a conversation must not spell, since they make turns.
         renders: What the template prints: "tools", "tool_calls", "parallel_calls", "text_beside_calls",
             "tool_replies", "system", "reasoning" (of the last turn), "earlier_reasoning".
@@ -60,7 +60,7 @@ class Calibration:
     leads: frozenset[str]
     think: frozenset[tuple[str, str]]
     openings: Mapping[str, frozenset[str]]
-    headers: frozenset[tuple[bool, bool, bool, int]]
+    headers: frozenset[tuple[bool, bool, int]]
     markers: frozenset[str]
     renders: frozenset[str]
     displaced: frozenset[tuple[str, bool]]
@@ -101,7 +101,7 @@ def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[st
         )
     ends, overhang = _find_ends(observations, template, bos, special)
     placed = [(seen, starts[seen.key]) for seen in observations if seen.key in starts]
-    leads, think, headers = _find_leads(placed)
+    leads, think = _find_leads(placed)
     if any(seen.calls and seen.answer for seen in observations):
         renders |= {"text_beside_calls"}
     return Calibration(
@@ -114,7 +114,7 @@ def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[st
         leads=leads,
         think=think,
         openings=_find_openings(placed),
-        headers=headers,
+        headers=_find_headers(placed),
         markers=_find_markers(template, dialect, starts, ends),
         renders=renders,
         displaced=find_displaced(template, dialect),
@@ -307,24 +307,33 @@ def _marker(tail: str, bos: str | None, special: re.Pattern[str]) -> tuple[str, 
 
 def _find_leads(
     placed: Sequence[tuple[Observation, str]],
-) -> tuple[frozenset[str], frozenset[tuple[str, str]], frozenset[tuple[bool, bool, bool, int]]]:
-    leads, think, headers = set(), set(), set()
+) -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
+    """What stands between the start and the answer of plain turns, without reasoning and around it."""
+    leads, think = set(), set()
     for seen, start in placed:
-        if header := start.strip():
-            # A model that goes on behind an end of its own, as gpt-oss does, says the header again. Behind
-            # anything else it is the template's mistake.
+        if not seen.calls:
+            lead = seen.region[len(start) : seen.region.rindex(seen.answer)]
+            if seen.reasoning:
+                before, _, behind = lead.partition(seen.reasoning)
+                think.add((before.strip(), behind.strip()))
+            else:
+                leads.add(lead.strip())
+    return frozenset(leads), frozenset(think)
+
+
+def _find_headers(placed: Sequence[tuple[Observation, str]]) -> frozenset[tuple[bool, bool, int]]:
+    """How often the header stands in turns with calls.
+
+    A model that goes on behind an end of its own, as gpt-oss does, says the header again. Behind anything
+    else a second one is the template's mistake.
+    """
+    headers = set()
+    for seen, start in placed:
+        if seen.calls and (header := start.strip()):
             between = seen.region.split(header)[1:-1]
             if all(ENDS_IN_TAG.search(text.rstrip()) for text in between):
-                headers.add((bool(seen.reasoning), bool(seen.answer), seen.calls > 0, len(between) + 1))
-        if seen.calls:
-            continue
-        lead = seen.region[len(start) : seen.region.rindex(seen.answer)]
-        if seen.reasoning:
-            before, _, behind = lead.partition(seen.reasoning)
-            think.add((before.strip(), behind.strip()))
-        else:
-            leads.add(lead.strip())
-    return frozenset(leads), frozenset(think), frozenset(headers)
+                headers.add((bool(seen.reasoning), bool(seen.answer), len(between) + 1))
+    return frozenset(headers)
 
 
 def _find_openings(placed: Sequence[tuple[Observation, str]]) -> dict[str, frozenset[str]]:

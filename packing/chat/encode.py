@@ -11,16 +11,16 @@ from __future__ import annotations
 import functools
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from packing.chat.calibrate import Calibration, calibrate
 from packing.chat.dialect import Note, adapt, check_tools, to_json
-from packing.chat.spans import find_turns
-from packing.chat.template import RENDER_ERRORS, ChatTemplate
+from packing.chat.spans import check_untrained, find_turns
+from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
 from packing.chat.tokenizer import PROBES, any_of, plain_backend, tokenizer_digest
 from packing.errors import OptionError, Reason, RowRejected, TemplateError
 from packing.example import IGNORE_INDEX, Conversation, Example, make_example
@@ -71,15 +71,33 @@ class ChatOptions:
 
 @dataclass(slots=True, kw_only=True)
 class _Draft:
-    """An example before it is tokenized: `spans` are the trained characters, `plain` is no chat."""
+    """An example before it is tokenized.
 
+    Attributes:
+        number: Which conversation of the call it is of.
+        text: What is tokenized.
+        notes: What happened so far.
+        chat: The render and what it was made of; None for plain text.
+        spans: The trained characters of a chat.
+    """
+
+    number: int
     text: str
-    spans: Sequence[tuple[int, int]]
-    plain: bool = False
-    turn: int = -1
-    messages: Sequence[Mapping[str, Any]] | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
+    chat: _Chat | None = None
+    spans: Sequence[tuple[int, int]] = ()
+
+
+class _Chat(NamedTuple):
+    """A rendered conversation: `chosen` are the messages to train, `turn` is as in `Example`."""
+
+    render: Render
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    chosen: Sequence[int]
+    turn: int
+    template: ChatTemplate
+    calibration: Calibration
 
 
 class ChatEncoder:
@@ -112,6 +130,12 @@ class ChatEncoder:
             and any(token.normalized for token in special.values())
             and any(normalizer.normalize_str(text) != text for text in PROBES)
         )
+        self._trims = any(
+            self._backend.encode(text, add_special_tokens=False).char_to_token(place) is None
+            for text in PROBES
+            for place, letter in enumerate(text)
+            if letter.isspace()
+        )
         self._chats: dict[str, tuple[ChatTemplate, Calibration]] = {}
         self._with_tools = self._without_tools = ""
         if self.options.chat_template is not None or tokenizer.chat_template is not None:
@@ -139,6 +163,8 @@ class ChatEncoder:
             calibration = calibrate(template, bos=self.tokenizer.bos_token, special=self._special)
             self._chats[template.source] = (template, calibration)
             self._compare(template, calibration)
+            if calibration.marked:
+                _check_marks(template, calibration)
         return template.source
 
     def _compare(self, template: ChatTemplate, calibration: Calibration) -> None:
@@ -181,31 +207,25 @@ class ChatEncoder:
             TemplateError: a conversation has messages, and the tokenizer has no chat template.
         """
         self._backend = plain_backend(self.tokenizer)
-        results: list[list[Example] | RowRejected] = []
-        drafts: list[tuple[int, _Draft]] = []
+        results: list[list[Example] | RowRejected] = [[] for _ in conversations]
+        drafts: list[_Draft] = []
+        # Each step for all before the next: one conversation after the other costs a fifth more, since
+        # templates and checks drive each other out of the processor's caches.
         for number, conversation in enumerate(conversations):
-            results.append([])
-            try:
-                if conversation.example is not None:
-                    results[-1] = [self._check_ids(conversation.example)]
-                else:
-                    drafts += [(number, draft) for draft in self._draft(conversation)]
-            except RowRejected as rejection:
-                results[-1] = rejection
-        for plain in (False, True):
-            batch = [(number, draft) for number, draft in drafts if draft.plain == plain]
-            encodings = self._backend.encode_batch(
-                [draft.text for _, draft in batch], add_special_tokens=plain
-            )
-            for (number, draft), encoding in zip(batch, encodings, strict=True):
-                result = results[number]
-                if isinstance(result, list):
-                    try:
-                        result.append(
-                            self._finish_text(draft, encoding) if plain else self._finish(draft, encoding)
-                        )
-                    except RowRejected as rejection:
-                        results[number] = rejection
+            _unless_rejected(results, number, self._draft, conversation, number, drafts, results)
+        for draft in drafts:
+            _unless_rejected(results, draft.number, self._find_spans, draft)
+        for is_plain in (False, True):
+            batch = [draft for draft in drafts if (draft.chat is None) == is_plain]
+            encodings = self._backend.encode_batch([d.text for d in batch], add_special_tokens=is_plain)
+            for draft, encoding in zip(batch, encodings, strict=True):
+                finish = self._finish_text if is_plain else self._finish
+                _unless_rejected(results, draft.number, finish, draft, encoding, results)
+        for number, result in enumerate(results):
+            if isinstance(result, list) and not result:
+                results[number] = RowRejected(
+                    Reason.NOTHING_TO_TRAIN, "nothing is said in the turns to train"
+                )
         return results
 
     def fingerprint(self) -> dict[str, Any]:
@@ -213,6 +233,7 @@ class ChatEncoder:
         return {
             "encoding_version": ENCODING_VERSION,
             "tokenizer": tokenizer_digest(self.tokenizer),
+            "vocabulary": len(self.tokenizer),
             "special_tokens": {
                 key: str(value) for key, value in sorted(self.tokenizer.special_tokens_map.items())
             },
@@ -233,9 +254,19 @@ class ChatEncoder:
             )
         return example
 
-    def _draft(self, conversation: Conversation) -> list[_Draft]:
-        if conversation.text is not None:
-            return [self._draft_text(conversation.text, conversation.notes)]
+    def _draft(
+        self, conversation: Conversation, number: int, drafts: list[_Draft], results: list[Any]
+    ) -> None:
+        """Adds the conversation's drafts, or its examples if it came with them."""
+        if conversation.example is not None:
+            results[number].append(self._check_ids(conversation.example))
+        elif conversation.text is not None:
+            text = self._check_plain(conversation.text)
+            drafts.append(_Draft(number=number, text=text, notes=list(conversation.notes)))
+        else:
+            drafts += self._draft_chat(conversation, number)
+
+    def _draft_chat(self, conversation: Conversation, number: int) -> list[_Draft]:
         if not self._chats:
             name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
             raise TemplateError(
@@ -247,20 +278,41 @@ class ChatEncoder:
         messages = adapt(conversation.messages or (), dialect=calibration.dialect, notes=notes)
         self._check_texts(messages, tools)
         chosen = self._choose(messages, conversation.trainable)
-        if self.options.turns == "whole":
-            drafts = [self._draft_chat(messages, tools, chosen, template, calibration, notes)]
-        else:
-            drafts = [
-                self._draft_chat(messages[: number + 1], tools, [number], template, calibration, notes)
-                for number in chosen
-            ]
-            turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-            for draft, number in zip(drafts, chosen, strict=True):
-                draft.turn = turns.index(number)
-        drafts = [draft for draft in drafts if draft.spans]
-        if not drafts:
-            raise RowRejected(Reason.NOTHING_TO_TRAIN, f"nothing is said in the {len(chosen)} turns to train")
+        parts: list[tuple[Sequence[dict[str, Any]], Sequence[int], int]] = [(messages, chosen, -1)]
+        if self.options.turns == "expand":
+            turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+            parts = [(messages[: place + 1], [place], turns.index(place)) for place in chosen]
+        drafts = []
+        for part, trained, turn in parts:
+            try:
+                render = template.render(part, tools=tools)
+            except RENDER_ERRORS as error:
+                raise RowRejected(
+                    Reason.TEMPLATE_ERROR, f"the chat template raises: {_short(error)}"
+                ) from error
+            _check_unicode(render.text)
+            chat = _Chat(render, part, tools, trained, turn, template, calibration)
+            drafts.append(_Draft(number=number, text=render.text, notes=notes.copy(), chat=chat))
         return drafts
+
+    def _find_spans(self, draft: _Draft) -> None:
+        if draft.chat is None:
+            return
+        render, messages, tools, chosen, _, template, calibration = draft.chat
+        turns = find_turns(render, messages, tools, template=template, calibration=calibration)
+        if self.options.train_on == "all":
+            draft.spans = [
+                (start, end)
+                for start, end, message in render.pieces
+                if message in chosen or len(chosen) == len(messages)
+            ]
+            check_untrained(render, messages, tools, chosen, template=template)
+            dropped = turns.dropped
+        else:
+            draft.spans = [(start, end) for start, end, message in turns.spans if message in chosen]
+            dropped = [number for number in turns.dropped if number in chosen]
+        draft.notes += turns.notes
+        draft.notes += [Note.REASONING_DROPPED] * len(dropped)
 
     def _check_texts(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
@@ -293,36 +345,8 @@ class ChatEncoder:
             raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of {len(messages)} messages is trained")
         return chosen
 
-    def _draft_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        chosen: Sequence[int],
-        template: ChatTemplate,
-        calibration: Calibration,
-        notes: Sequence[str],
-    ) -> _Draft:
-        try:
-            render = template.render(messages, tools=tools)
-        except RENDER_ERRORS as error:
-            raise RowRejected(Reason.TEMPLATE_ERROR, f"the chat template raises: {_short(error)}") from error
-        _check_unicode(render.text)
-        turns = find_turns(render, messages, tools, template=template, calibration=calibration)
-        if self.options.train_on == "all":
-            spans = [(p.start, p.end) for p in render.pieces if p.message < 0 or p.message in chosen]
-            dropped = turns.dropped
-        else:
-            spans = [(span.start, span.end) for span in turns.spans if span.message in chosen]
-            dropped = [number for number in turns.dropped if number in chosen]
-        return _Draft(
-            text=render.text,
-            spans=spans,
-            messages=messages,
-            tools=tools,
-            notes=[*notes, *turns.notes, *([Note.REASONING_DROPPED] * len(dropped))],
-        )
-
-    def _draft_text(self, text: str, notes: Sequence[str]) -> _Draft:
+    def _check_plain(self, text: str) -> str:
+        """Plain text without white space behind an EOS that it ends in."""
         eos = self.tokenizer.eos_token
         if eos is None:
             raise TemplateError(
@@ -333,40 +357,45 @@ class ChatEncoder:
         _check_unicode(text)
         if text.rstrip().endswith(eos):
             text = text.rstrip()
-        if self.options.control_tokens == "reject" and (
-            found := self._control.search(text.removesuffix(eos))
-        ):
+        found = self._control.search(text.removesuffix(eos))
+        if found and self.options.control_tokens == "reject":
             raise RowRejected(Reason.CONTROL_TOKEN, f"the text spells the control token {found.group()!r}")
-        return _Draft(text=text, spans=(), plain=True, notes=list(notes))
+        return text
 
-    def _finish(self, draft: _Draft, encoding: Any) -> Example:
+    def _finish(self, draft: _Draft, encoding: Any, results: list[Any]) -> None:
+        if draft.chat is None or not draft.spans:
+            return
         ids = np.array(encoding.ids, np.int32)
         if self._forgeable and int(self._is_special[ids].sum()) != len(self._special.findall(draft.text)):
             raise RowRejected(
                 Reason.CONTROL_TOKEN, "the tokenizer's normalizer makes a control token of text that is none"
             )
         labels = np.full(ids.size, IGNORE_INDEX, np.int32)
+        length, supervised = len(draft.text), 0
         for start, end in draft.spans:
-            first, across_start = token_at(encoding, start, len(draft.text))
-            last, across_end = token_at(encoding, end, len(draft.text))
+            first, across_start = token_at(encoding, start, length, trimmed=self._trims)
+            last, across_end = token_at(encoding, end, length, trimmed=self._trims)
             labels[first:last] = ids[first:last]
+            supervised += last - max(first, 1)
             if across_start:
                 draft.notes.append(Note.TOKEN_ACROSS_START)
             if across_end:
                 draft.notes.append(Note.TOKEN_ACROSS_END)
         labels[0] = IGNORE_INDEX
-        if (labels == IGNORE_INDEX).all():
+        if supervised <= 0:
             raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of the {ids.size} tokens is trained")
-        return Example(
-            input_ids=ids,
-            labels=labels,
-            turn=draft.turn,
-            messages=draft.messages,
-            tools=draft.tools,
-            notes=draft.notes,
+        results[draft.number].append(
+            Example(
+                input_ids=ids,
+                labels=labels,
+                turn=draft.chat.turn,
+                messages=draft.chat.messages,
+                tools=draft.chat.tools,
+                notes=draft.notes,
+            )
         )
 
-    def _finish_text(self, draft: _Draft, encoding: Any) -> Example:
+    def _finish_text(self, draft: _Draft, encoding: Any, results: list[Any]) -> None:
         ids = list(encoding.ids)
         eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         if len(ids) > 1 and ids[0] == ids[1] == bos:
@@ -375,10 +404,22 @@ class ChatEncoder:
             del ids[-1]
         if ids[-1:] != [eos]:
             ids.append(eos)
-        trained = np.ones(len(ids), np.bool_)
         if len(ids) < 2:
             raise RowRejected(Reason.NOTHING_TO_TRAIN, "the text is one token")
-        return make_example(ids, trained=trained, notes=draft.notes)
+        results[draft.number].append(
+            make_example(ids, trained=np.ones(len(ids), np.bool_), notes=draft.notes)
+        )
+
+
+def _unless_rejected(
+    results: list[list[Example] | RowRejected], number: int, step: Callable[..., None], *args: Any
+) -> None:
+    """Takes a step of a conversation that is not rejected yet; a rejection becomes its result."""
+    if isinstance(results[number], list):
+        try:
+            step(*args)
+        except RowRejected as rejection:
+            results[number] = rejection
 
 
 def chat_template_of(tokenizer: Any, options: ChatOptions, *, tools: Sequence[Any] | None) -> ChatTemplate:
@@ -404,6 +445,23 @@ def chat_template_of(tokenizer: Any, options: ChatOptions, *, tools: Sequence[An
         arguments=options.template_args,
         date=options.template_date,
     )
+
+
+def _check_marks(template: ChatTemplate, calibration: Calibration) -> None:
+    """Finds the turns of the plainest conversation, which any template of marks has to allow.
+
+    Raises:
+        TemplateError: the marks cover other text than the assistant's.
+    """
+    talk = [{"role": role, "content": f"Quokka {role}"} for role in ("user", "assistant") * 2]
+    for length in (4, 3):
+        messages = adapt(talk[:length], dialect=calibration.dialect, notes=[])
+        try:
+            find_turns(template.render(messages), messages, None, template=template, calibration=calibration)
+        except RENDER_ERRORS:
+            continue
+        except RowRejected as rejection:
+            raise TemplateError(f"{template.name}: {rejection}") from rejection
 
 
 def _rebuild(tokenizer: Any, options: ChatOptions) -> ChatEncoder:
@@ -433,7 +491,7 @@ def _check_unicode(text: str) -> None:
         ) from error
 
 
-def token_at(encoding: Any, place: int, length: int) -> tuple[int, bool]:
+def token_at(encoding: Any, place: int, length: int, *, trimmed: bool) -> tuple[int, bool]:
     """The first token that begins at character `place` or behind it, and whether one lies across it.
 
     So a token across a span's start is not trained, since the model is given a part of it; one across
@@ -443,6 +501,7 @@ def token_at(encoding: Any, place: int, length: int) -> tuple[int, bool]:
         encoding: Of `tokenizers`.
         place: From 0 to `length`.
         length: Of the text, in characters.
+        trimmed: Offsets may leave out the white space that a token begins with.
     """
     if place == length:
         return len(encoding), False
@@ -453,8 +512,12 @@ def token_at(encoding: Any, place: int, length: int) -> tuple[int, bool]:
         while token < len(encoding) and encoding.token_to_chars(token)[0] < place:
             token += 1
         return token, True
-    # A tokenizer may leave the white space that a token begins with out of the token's place.
-    if place and encoding.char_to_token(place - 1) is None and encoding.tokens[token][:1] in WHITE:
+    if (
+        trimmed
+        and place
+        and encoding.char_to_token(place - 1) is None
+        and encoding.tokens[token][:1] in WHITE
+    ):
         return token + 1, True
     return token, False
 

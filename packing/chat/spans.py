@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from packing.chat.calibrate import Calibration
+from packing.chat.calibrate import THINK, Calibration
 from packing.chat.dialect import Note, split_think
 from packing.chat.probes import is_first
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render, ScatteredError
@@ -138,7 +138,7 @@ def _forms(value: Any) -> Iterator[str]:
 
 
 def _printed(value: Any, text: str) -> bool:
-    return any(form in text for form in _forms(value))
+    return (isinstance(value, str) and value in text) or any(form in text for form in _forms(value))
 
 
 def _count(name: str, text: str) -> int:
@@ -178,10 +178,13 @@ def _marks(
         if number < 0:
             before = [n for n, place in enumerate(places) if place is not None and place[1] <= start]
             number = before[-1] if before else 0
+        others = (n for n, place in enumerate(places) if place and n != number)
         if messages[number]["role"] != "assistant":
             raise _uncertain(
                 number, f"the template marks text of the {messages[number]['role']} as generated"
             )
+        if any(start < places[n][1] and places[n][0] < end for n in others):
+            raise _uncertain(number, "the template marks another message's text as generated with it")
         marks.setdefault(number, []).append(Span(start, end, number))
     return marks
 
@@ -226,10 +229,10 @@ class _Turn:
         shown = self._shows_reasoning(said, answer)
         if self.calls:
             self._check_calls(said, answer, shown)
+            if not self.calibration.marked:
+                self._check_header(spans[0], answer, shown)
         elif not self.calibration.marked:
             self._check_lead(said, answer, shown)
-        if not self.calibration.marked:
-            self._check_header(spans[0], shown)
         if (self.reasoning and not shown) or answer != self.message["content"].strip():
             turns.dropped.append(self.number)
         if answer or shown or self.calls:
@@ -249,6 +252,13 @@ class _Turn:
         if not self.text.startswith(start, self.place[0]):
             raise _uncertain(self.number, f"the turn does not begin with {start!r}")
         return self.place[0] + len(start)
+
+    def _header_end(self) -> int:
+        """Where the longest known header ends that the turn begins with, a think tag in it left out."""
+        headers = {THINK.split(start)[0] for start in self.calibration.starts.values()}
+        return self.place[0] + max(
+            (len(header) for header in headers if self.text.startswith(header, self.place[0])), default=0
+        )
 
     def _end(self) -> Place | None:
         """Where the marker that ends the turn stands; None where the template has none at all."""
@@ -275,7 +285,11 @@ class _Turn:
         """The template's own marks; where they leave the end marker out, they are extended to it."""
         if not marks:
             raise _uncertain(self.number, "the template's {% generation %} marks leave this turn out")
-        last = marks[-1]
+        first, last = marks[0], marks[-1]
+        if self.text[first.start : self._header_end()].strip():
+            raise _uncertain(self.number, "the {% generation %} mark covers the turn's header")
+        if end is not None and self.text[end[1] : last.end].strip():
+            raise _uncertain(self.number, "the {% generation %} mark goes on behind the turn's end")
         if end is None:
             notes.append(Note.NO_END)
             return marks
@@ -321,12 +335,11 @@ class _Turn:
         if not known:
             raise _uncertain(self.number, f"what stands beside the answer, {lead[:60]!r}, no probe shows")
 
-    def _check_header(self, span: Span, shown: bool) -> None:
-        """The header does not come again within the turn, but where every such turn has it so."""
+    def _check_header(self, span: Span, answer: str, shown: bool) -> None:
+        """The header does not come again within a turn with calls, but where every such turn has it so."""
         header = self.text[self.place[0] : span.start].strip()
         count = self.text.count(header, self.place[0], span.end) if header else 1
-        kind = (shown, bool(self.message["content"].strip()), bool(self.calls), count)
-        if count != 1 and kind not in self.calibration.headers:
+        if count != 1 and (shown, bool(answer), count) not in self.calibration.headers:
             raise _uncertain(self.number, f"the turn contains its beginning {header!r} {count} times")
 
     def _check_support(self) -> None:
@@ -429,3 +442,47 @@ def _check_foreign(
             continue
         if here is None or there is None or render.text[slice(*here)] != other.text[slice(*there)]:
             raise _uncertain(number, "the turn depends on other messages' texts")
+
+
+def check_untrained(
+    render: Render,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    chosen: Sequence[int],
+    *,
+    template: ChatTemplate,
+) -> None:
+    """With the texts of all other messages exchanged, what is printed for the chosen ones is the same.
+
+    Where a template prints a text apart from its message, as with a system text in the user's turn, the
+    pieces do not say whose it is. Costs a render, of rows with some messages to train and some not.
+
+    Raises:
+        RowRejected: a text that may not be trained is, or may be, within one that is.
+    """
+    others = {number for number in range(len(messages)) if number not in chosen}
+    if not others:
+        return
+    exchanged = [
+        {key: _exchange(key, value, number) for key, value in message.items()}
+        if number in others
+        else {**message}
+        for number, message in enumerate(messages)
+    ]
+    try:
+        other = template.render(exchanged, tools=tools)
+    except RENDER_ERRORS as error:
+        what = " ".join(str(error).split())[:100]
+        raise _uncertain(min(others), f"the row does not render with other texts ({what})") from error
+    here, there = (
+        ["".join(text.text[p.start : p.end] for p in text.pieces if p.message == n) for n in chosen]
+        for text in (render, other)
+    )
+    if here != there:
+        raise _uncertain(min(others), "a text that may not be trained is printed within one that is")
+
+
+def _exchange(key: str, value: Any, number: int) -> Any:
+    """Another text for a message's own, empty if that is."""
+    is_text = isinstance(value, str) and value.strip() and key not in ("role", "name", "tool_call_id")
+    return f"Quokka {number}" if is_text else value
