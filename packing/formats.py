@@ -20,7 +20,7 @@ import numpy as np
 from packing.boundaries import position_ids
 from packing.errors import OptionError, Reason, RowRejected
 from packing.example import IGNORE_INDEX, Conversation, Example, make_example
-from packing.messages import MEDIA, Note, clean, only, parse, read_message, read_tools
+from packing.messages import MEDIA, Note, check_controls, clean, only, parse, read_message, read_tools, truth
 
 Format = Literal[
     "auto",
@@ -138,6 +138,7 @@ def normalise(record: Mapping[str, Any], *, options: FormatOptions) -> Conversat
     name = _detect(columns, options, notes)
     if media := [column for column in MEDIA if columns.get(column)]:
         raise RowRejected(Reason.BAD_RECORD, f"the column {media[0]} is not empty; only text can be packed")
+    check_controls(columns, where="the record", but=MASKS if name == "tokens" else ())
     if name == "tokens":
         return Conversation(example=_tokens(columns, notes), notes=tuple(notes))
     if name == "text":
@@ -211,7 +212,7 @@ def _check_meaning(found: list[str], filled: frozenset[str], columns: Mapping[st
         raise RowRejected(
             Reason.BAD_RECORD, "one message of a conversation: group them into a messages column"
         )
-    if isinstance(columns.get("label"), bool):
+    if isinstance(label := columns.get("label"), bool) or truth(label) is False:
         raise RowRejected(
             Reason.BAD_RECORD, "its label says whether it is good: filter, then choose a --format"
         )

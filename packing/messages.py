@@ -32,10 +32,26 @@ CALL_ROLES = ("function_call", "tool_call")
 """Roles whose text is the JSON of a call, or of a list of calls."""
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-WEIGHTS = ("weight", "loss_weight", "train", "training", "loss")
+WEIGHTS = ("weight", "loss_weight", "train", "training", "loss", "trainable", "loss_mask", "loss_scale")
+MASKED = ("masked", "prompt_mask", "train_on_input", "train_on_inputs", "train_on_prompt")
+CONTROLS = frozenset(WEIGHTS).union(
+    ("assistant_mask", "assistant_masks", "completion_mask", "mask", "weights", "loss_weights"),
+    ("token_weights", "sample_weight", "kto_tag", "is_correct"),
+    MASKED,
+)
+"""Fields that say what is trained. As usual is 1 or true, and for those in `MASKED` 0 or false."""
+
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 SPELLINGS = {"role", "from", "content", "value"}
-KNOWN = SPELLINGS.union(("tool_calls", "function_call", "name", "tool_call_id"), REASONING, WEIGHTS)
+CALLS = ("tool_calls", "tool_call", "function_call")
+KNOWN = SPELLINGS.union(("name", "tool_call_id"), CALLS, REASONING, WEIGHTS)
+
+TRUTHS = {
+    **dict.fromkeys(("1", "1.0", "true", "yes"), True),
+    **dict.fromkeys(("0", "0.0", "false", "no"), False),
+}
+"""Yes and no in the words of a CSV file."""
+
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -126,6 +142,9 @@ def read_message(
     if raw.get("function_call") is not None:
         notes.append(Note.CALL_CONVERTED)
         given.append([raw["function_call"]])
+    if raw.get("tool_call"):
+        notes.append(Note.CALL_CONVERTED)
+        given.append(_as_calls(raw["tool_call"], where, notes))
     if holds_calls:
         given.append(_as_calls(content, where, notes))
         content = ""
@@ -186,8 +205,45 @@ def _check_ignored(raw: Mapping[str, Any], ignored: set[str], where: str, notes:
         raise RowRejected(
             Reason.BAD_WEIGHT, f"{where} has train_detail; a turn is trained whole or not at all"
         )
+    check_controls({name: raw[name] for name in raw if name in filled}, where=where)
+    if truth(raw.get("label")) is False:
+        raise RowRejected(
+            Reason.BAD_WEIGHT, f"{where} has the label {raw['label']!r}: drop the row or the field"
+        )
     if filled:
         notes.append(Note.FIELDS_IGNORED)
+
+
+def truth(value: Any) -> bool | None:
+    """Yes or no, as a truth value, a number or a word; None for all else."""
+    if isinstance(value, str):
+        return TRUTHS.get(value.strip().lower())
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
+
+
+def check_controls(fields: Mapping[str, Any], *, where: str, but: Iterable[str] = ()) -> None:
+    """Fields that say what is trained are no ornament: they say "as usual", or nobody can follow them here.
+
+    Args:
+        fields: A record's, a part's or a call's; of a message those that `read_message` does not follow.
+        where: What they belong to, for details: "messages[3]".
+        but: Fields that are read elsewhere.
+
+    Raises:
+        RowRejected: a value, or a value in a list, that is neither null nor "as usual".
+    """
+    if CONTROLS.isdisjoint(fields):
+        return
+    for name in (name for name in fields if name in CONTROLS and name not in but):
+        value = fields[name].tolist() if hasattr(fields[name], "tolist") else fields[name]
+        usual = name not in MASKED
+        items = value if isinstance(value, list | tuple) else [value]
+        if not all(item is None or item == "" or truth(item) is usual for item in items):
+            raise RowRejected(
+                Reason.BAD_WEIGHT,
+                f"{where} has {name} {repr(value)[:40]}, which can't be followed: drop such rows, "
+                f"or the column {name} to train them as usual",
+            )
 
 
 def _own_text(value: Any, where: str) -> str:
@@ -213,6 +269,7 @@ def _parts(parts: Sequence[Any], where: str, notes: list[str]) -> tuple[str, str
         if kind < last:
             raise RowRejected(Reason.BAD_MESSAGE, f"{place}: {said} comes too late; a template would move it")
         last = kind
+        check_controls(part, where=place)
         value = only(part, ("value", "text", *REASONING), reason=Reason.BAD_MESSAGE, where=place)
         if kind == 2:
             calls += _as_calls(value, place, notes)
@@ -256,6 +313,7 @@ def _call(raw: Any, where: str, notes: list[str]) -> dict[str, Any]:
         raise RowRejected(Reason.BAD_TOOLS, f"{where}: arguments are of type {kind}, not an object")
     if any(raw[name] is not None for name in rest - {"id", "index"}):
         notes.append(Note.FIELDS_IGNORED)
+    check_controls(raw, where=where)
     call: dict[str, Any] = {"type": "function"}
     if raw.get("id") is not None:
         call["id"] = _own_text(raw["id"], f"{where}: id")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from packing.errors import OptionError, Reason, RowRejected
 from packing.example import Conversation
-from packing.formats import PAIRS, Format, FormatOptions, normalise
-from packing.messages import Note
+from packing.formats import MASKS, PAIRS, Format, FormatOptions, normalise
+from packing.messages import CONTROLS, MASKED, Note
 
 Messages = list[tuple[str, str]]
 
@@ -129,6 +129,39 @@ def test_text_beside_a_conversation_is_its_render() -> None:
     assert conversation(both, columns={"text": "text"}).text == "<|user|>q<|assistant|>a"
 
 
+@pytest.mark.parametrize("field", sorted(CONTROLS))
+def test_a_record_that_is_not_to_be_trained_is_rejected_by_name(field: str) -> None:
+    """Beside any format, whatever its name: false, fractions and masks of some turns; "as usual" passes."""
+    usual = field not in MASKED
+    pair = {"instruction": "q", "output": "a"}
+    for value in (usual, int(usual), str(usual), [usual, usual], np.array([usual]), [], None, ""):
+        assert said({**pair, field: value}) == QA
+    for record in (pair, chat(*QA), {"text": "a"}, {"prompt": "q", "completion": "a"}):
+        for value in (
+            not usual,
+            int(not usual),
+            "False" if usual else "True",
+            0.5,
+            [usual, not usual],
+            {"x": 1},
+        ):
+            rejected = rejection({**record, field: value})
+            assert rejected.reason is Reason.BAD_WEIGHT
+            assert f"the record has {field} " in rejected.detail
+            assert "drop" in rejected.detail
+
+
+@pytest.mark.parametrize("field", sorted(CONTROLS - {*MASKS}))
+def test_tokens_have_no_weights_beside_labels(field: str) -> None:
+    """A tokenized row says by labels or a mask what is trained: more than that rejects it by name."""
+    row = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    usual = int(field not in MASKED)
+    assert conversation({**row, field: [usual] * 3}).example is not None
+    rejected = rejection({**row, field: [usual, 1 - usual, usual]})
+    assert rejected.reason is Reason.BAD_WEIGHT
+    assert field in rejected.detail
+
+
 def test_one_message_of_a_tree_is_no_text() -> None:
     """A row with a role and a text is part of a conversation, not all of one."""
     record = {"message_id": "1", "parent_id": None, "role": "prompter", "text": "q"}
@@ -142,7 +175,10 @@ def test_what_is_meant_for_something_else_is_named() -> None:
     assert rejection(rated).detail == "its label says whether it is good: filter, then choose a --format"
     assert rejection({**chat(*QA), "label": True}).reason is Reason.BAD_RECORD
     assert said(rated, format="prompt_completion") == QA
+    for label in (0, 0.0, "False", "false", "0"):  # a CSV file has nothing but text
+        assert "its label says" in rejection({**rated, "label": label}).detail
     assert said({**chat(*QA), "label": "code"}) == QA
+    assert said({**chat(*QA), "label": 1}) == QA
     pair = {**chat(*QA, ("user", "r")), "chosen": {"role": "assistant", "content": "b"}, "rejected": {}}
     assert "preference pair" in rejection(pair).detail
     assert said({**chat(*QA), "chosen": turns(*QA), "rejected": []}) == QA

@@ -1,11 +1,12 @@
 """One message, one call, one tool: every name they have out there, and what is refused."""
 
+import json
 from typing import Any
 
 import pytest
 
 from packing.errors import Reason, RowRejected
-from packing.messages import Note, clean, read_message, read_tools
+from packing.messages import CONTROLS, MASKED, WEIGHTS, Note, clean, read_message, read_tools
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 SCHEMA = {"name": "f", "description": "does", "parameters": {"type": "object", "properties": {}}}
@@ -305,7 +306,7 @@ def test_a_tool_s_reply_keeps_its_name() -> None:
     assert rejection({"role": "tool", "tool_call_id": 3, "content": "9"}).reason is Reason.BAD_MESSAGE
 
 
-@pytest.mark.parametrize("field", ["weight", "loss_weight", "train", "training", "loss"])
+@pytest.mark.parametrize("field", WEIGHTS)
 def test_weights_are_yes_or_no(field: str) -> None:
     """0, 0.0 and false are no, 1, 1.0 and true yes, null nothing; anything between can't be trained so."""
     raw = {"role": "assistant", "content": "a"}
@@ -328,6 +329,41 @@ def test_weights_that_can_t_be_followed_are_rejected() -> None:
     raw = {"role": "assistant", "content": "a"}
     assert rejection({**raw, "weight": 1, "train": 0}).reason is Reason.BAD_WEIGHT
     assert rejection({**raw, "train_detail": [{"begin_offset": 0}]}).reason is Reason.BAD_WEIGHT
+
+
+@pytest.mark.parametrize("field", sorted({*CONTROLS, "label"} - {*WEIGHTS}))
+def test_a_field_that_says_not_to_train_is_never_dropped(field: str) -> None:
+    """In a message, a part or a call, what can't be followed rejects its row; "as usual" and null pass."""
+    usual = field not in MASKED
+    raw = {"role": "assistant", "content": "a"}
+    for value in (usual, int(usual), float(usual), str(usual), None, ""):
+        assert message({**raw, field: value}) == raw
+    for value in (not usual, int(not usual), str(not usual).lower()):
+        assert rejection({**raw, field: value}).reason is Reason.BAD_WEIGHT
+        assert field in rejection({**raw, field: value}).detail
+
+
+@pytest.mark.parametrize("field", sorted(CONTROLS))
+def test_parts_and_calls_have_no_weight_of_their_own(field: str) -> None:
+    """A turn is trained whole: a part or a call that is not to be trained rejects the row."""
+    not_trained = field in MASKED
+    part = {"type": "text", "text": "a", field: not_trained}
+    call = {"function": {"name": "f", "arguments": {}}, field: not_trained}
+    for raw in ({"content": [part]}, {"content": "", "tool_calls": [call]}):
+        rejected = rejection({"role": "assistant", **raw})
+        assert rejected.reason is Reason.BAD_WEIGHT
+        assert field in rejected.detail
+
+
+def test_a_single_call_is_a_call() -> None:
+    """`tool_call`, as an object or its text, is not dropped; of a user it is an error, as all calls are."""
+    call = {"name": "f", "arguments": {"x": 1}}
+    expected = [{"type": "function", "function": call}]
+    for value in (call, json.dumps(call)):
+        assert message({"role": "assistant", "content": "", "tool_call": value})["tool_calls"] == expected
+    assert rejection({"role": "user", "content": "a", "tool_call": call}).reason is Reason.BAD_MESSAGE
+    both = {"role": "assistant", "content": "", "tool_call": call, "tool_calls": [call]}
+    assert rejection(both).reason is Reason.BAD_TOOLS
 
 
 def test_fields_that_no_template_reads_are_counted() -> None:
