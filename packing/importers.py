@@ -26,11 +26,14 @@ from packing.boundaries import (
     check_lengths,
     lengths_from_cu_seqlens,
     lengths_from_position_ids,
+    position_ids,
     starts,
 )
 from packing.buffer import build_buffer
 from packing.errors import InputError, OptionError, Reason, RowRejected
 from packing.example import IGNORE_INDEX, Example, make_example
+from packing.formats import MASKS
+from packing.messages import check_controls
 from packing.shards import ShardWriter
 from packing.sources import Source, SourceOptions, open_sources
 
@@ -133,9 +136,12 @@ def _rows(sources: Sequence[Source]) -> Iterator[tuple[Source, str, tuple[int, i
                     if isinstance(record, RowRejected):
                         raise ValueError(record.detail)
                     layout, read = _layout(record)
-                    yield source, layout, (line, index), read(record)
-                except ValueError as error:
-                    raise InputError(f"{source.place}, row {line}: {error}") from None
+                    row = read(record)
+                    _check_rest(record, row, layout=layout)
+                except (ValueError, RowRejected) as error:
+                    detail = error.detail if isinstance(error, RowRejected) else error
+                    raise InputError(f"{source.place}, row {line}: {detail}") from None
+                yield source, layout, (line, index), row
 
 
 @dataclass(kw_only=True)
@@ -261,10 +267,7 @@ def _read_trl(record: Mapping[str, Any]) -> _Row:
     _check_sum(lengths, ids)
     if record.get("labels") is not None:
         return _Row(ids=ids, trained=_trained(record, ids), lengths=lengths)
-    trained = np.ones(ids.size, np.bool_)  # TRL trains every token where no mask says otherwise
-    for name in ("completion_mask", "assistant_masks"):
-        if record.get(name) is not None:
-            trained &= _mask(record, name, ids)
+    trained = _masked(record, MASKS, ids)  # TRL trains every token where no mask says otherwise
     return _Row(ids=ids, trained=trained, lengths=lengths)
 
 
@@ -298,6 +301,44 @@ def _read_megatron(record: Mapping[str, Any]) -> _Row:
     return _Row(ids=ids, trained=trained, lengths=lengths)
 
 
+def _check_rest(record: Mapping[str, Any], row: _Row, *, layout: str) -> None:
+    """Columns beside those that the layout is read from must say the same, padding and first labels apart.
+
+    Raises:
+        ValueError: they tell of other boundaries, other trained tokens or padding within an example.
+        RowRejected: a weight, or what else says that something is not trained as usual.
+    """
+    check_controls(record, where="the row", but=MASKS)
+    boundaries = {
+        "position_ids": position_ids(row.lengths),
+        "seq_lengths": row.lengths,
+        "seq_lens": row.lengths,
+        "seq_start_id": starts(row.lengths),
+    }
+    for name, expected in boundaries.items():
+        if record.get(name) is not None and not np.array_equal(_whole(record, name), expected):
+            raise ValueError(
+                f"{name} belies the sequences' lengths, {row.lengths.tolist()[:8]} …: which hold?"
+            )
+    inside = np.ones(row.ids.size, np.bool_)
+    if row.padding:
+        inside[starts(row.lengths)[-1] :] = False
+    if record.get("attention_mask") is not None:
+        padded = np.flatnonzero(inside & ~_mask(record, "attention_mask", row.ids))
+        if padded.size:
+            raise ValueError(f"attention_mask is 0 at token {padded[0]}: take the padding off")
+    inside[starts(row.lengths)] = False
+    names = [name for name in MASKS if layout != "megatron-bridge" or name != "loss_mask"]
+    names = [name for name in names if record.get(name) is not None]
+    said = {" and ".join(names): _masked(record, names, row.ids)} if names else {}
+    if record.get("labels") is not None:
+        said["labels"] = _trained(record, row.ids)
+    for name, trained in said.items():
+        if (wrong := np.flatnonzero(inside & (trained != row.trained))).size:
+            rest = "labels" if name != "labels" and "labels" in said else "loss_mask"
+            raise ValueError(f"{name} and {rest} train different tokens, first token {wrong[0]}")
+
+
 def _whole(record: Mapping[str, Any], name: str) -> NDArray[np.int64]:
     array = np.asarray(record[name])
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iub":
@@ -317,6 +358,15 @@ def _mask(record: Mapping[str, Any], name: str, ids: NDArray[np.int32]) -> NDArr
     if mask.size != ids.size or not np.isin(mask, (0, 1)).all():
         raise ValueError(f"{name} must have a 0 or 1 for each of the {ids.size} tokens")
     return mask.astype(np.bool_)
+
+
+def _masked(record: Mapping[str, Any], names: Sequence[str], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """bool[T]: what all the masks there are leave to train."""
+    trained = np.ones(ids.size, np.bool_)
+    for name in names:
+        if record.get(name) is not None:
+            trained &= _mask(record, name, ids)
+    return trained
 
 
 def _trained(record: Mapping[str, Any], ids: NDArray[np.int32]) -> NDArray[np.bool_]:

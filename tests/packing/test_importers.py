@@ -12,6 +12,7 @@ import pytest
 from packing import shards
 from packing.buffer import unpack
 from packing.errors import InputError, OptionError
+from packing.formats import MASKS
 from packing.importers import import_packed
 from packing.report import stats
 
@@ -80,6 +81,24 @@ def test_trl_without_labels_is_trained_where_its_masks_say(tmp_path: Path) -> No
     report = import_packed([save(tmp_path / "b.parquet", bare)], out=tmp_path / "all")
     assert [labels[1:] for _, labels in examples(tmp_path / "all")] == [ids[1:] for ids, _ in EXAMPLES]
     assert report.accounting["normalised_rows"] == {"first_labels_dropped": 3}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_spelling_of_a_mask_is_read(name: str, tmp_path: Path) -> None:
+    """Without labels each known mask says what is trained; beside labels that agree it changes nothing."""
+    mask = [int(label != IGNORED) for label in LABELS]
+    bare = {"input_ids": IDS, "seq_lengths": [4, 3, 2], name: mask, "attention_mask": [1] * len(IDS)}
+    import_packed([save(tmp_path / "a.parquet", bare)], out=tmp_path / "mask")
+    assert examples(tmp_path / "mask") == EXAMPLES
+    import_packed([save(tmp_path / "b.parquet", {**bare, "labels": LABELS})], out=tmp_path / "both")
+    assert examples(tmp_path / "both") == EXAMPLES
+
+
+def test_what_a_mask_hides_may_be_the_padding(tmp_path: Path) -> None:
+    """An attention mask of zeros where torchtune filled up is what the layout says already."""
+    row = {**TORCHTUNE, "attention_mask": [1] * 9 + [0] * 3}
+    import_packed([save(tmp_path / "a.parquet", row)], out=tmp_path / "out")
+    assert examples(tmp_path / "out") == EXAMPLES
 
 
 def test_a_megatron_mask_belongs_to_the_next_token_and_not_beyond_its_sequence(tmp_path: Path) -> None:
@@ -151,6 +170,29 @@ BROKEN = {
     "start past the end": ({**MEGATRON, "seq_start_id": [0, 4, 11]}, "must be at least 1"),
     "mask of 2": ({**MEGATRON, "loss_mask": [2, *MEGATRON["loss_mask"][1:]]}, "0 or 1 for each"),
     "one long example": ({**TORCHTUNE, "input_pos": list(range(12))}, "does not restart at sequence 1"),
+    "padding": ({**TRL, "attention_mask": [1] * 8 + [0]}, "attention_mask is 0 at token 8: take the"),
+    "padding in an example": (
+        {**TORCHTUNE, "attention_mask": [1] * 8 + [0] * 4},
+        "attention_mask is 0 at token 8",
+    ),
+    **{
+        f"labels and {name}": (
+            {**TRL, name: [0, 0, 1, 0, 0, 1, 1, 0, 1]},
+            f"{name} and labels train different tokens, first token 3",
+        )
+        for name in MASKS
+    },
+    "labels and loss_mask of Megatron": (
+        {**MEGATRON, "labels": IDS},
+        "labels and loss_mask train different tokens, first token 1",
+    ),
+    "lengths and positions": (
+        {**TRL, "position_ids": [0, 1, 2, 3, 4, 5, 6, 0, 1]},
+        r"position_ids belies the sequences' lengths, \[4, 3, 2\]",
+    ),
+    "lengths and starts": ({**MEGATRON, "seq_lengths": [3, 4, 2]}, "seq_lengths belies"),
+    "weights": ({**TRL, "loss_weights": [0.5] * 9}, "the row has loss_weights"),
+    "not to train": ({**TRL, "train": False}, "the row has train False"),
     "trained padding": ({**TORCHTUNE, "labels": [*LABELS, 0, 0, 0]}, "which is no padding"),
 }
 
