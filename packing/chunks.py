@@ -283,7 +283,7 @@ class ArrowChunk(Chunk):
     """Rows of a table as an Arrow stream. A table has no lines, so its records are counted, from 1.
 
     A table gives every row all fields of its schema. So a null within a row's nested objects is taken
-    for a field that the row never had.
+    for a field that the row never had; a map has its own keys, so its nulls stay.
     """
 
     length: int
@@ -325,11 +325,21 @@ def _restorer(kind: pa.DataType) -> Callable[[Any], Any]:
         return lambda row: {name: fields[name](item) for name, item in row.items() if item is not None}
     if pa.types.is_map(kind):
         of_map = _restorer(kind.item_type)
-        return lambda pairs: {name: of_map(item) for name, item in pairs if item is not None}
+        return lambda pairs: _of_pairs(
+            [(name, None if item is None else of_map(item)) for name, item in pairs]
+        )
     if isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
         of_list = _restorer(kind.value_type)
         return lambda items: [None if item is None else of_list(item) for item in items]
     return lambda value: value
+
+
+def _of_pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A map, whose nulls its author wrote; of two values for one key a dict would keep the last."""
+    restored = dict(pairs)
+    if len(restored) < len(pairs):
+        raise RowRejected(Reason.BAD_RECORD, "a map has a key twice")
+    return restored
 
 
 def arrow_chunks(batches: Iterable[pa.RecordBatch], *, source: int, rows: int) -> Iterator[ArrowChunk]:

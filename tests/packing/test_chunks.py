@@ -332,9 +332,19 @@ def test_arrow_json_and_maps_are_values_again() -> None:
         }
     )
     (_, _, first), (_, _, second), (_, _, third) = records(arrow_chunks(table.to_batches(), source=0, rows=9))
-    assert first == {"content": "text", "map": {"role": "user"}}
+    assert first == {"content": "text", "map": {"role": "user", "name": None}}
     assert second == {"content": [{"type": "text"}], "map": None}
     assert third.reason is Reason.BAD_JSON
+
+
+def test_an_arrow_map_with_a_key_twice_is_one_rejection() -> None:
+    """Neither value is lost: the row is rejected, wherever the map lies, and its neighbour comes."""
+    maps = [[("content", "a"), ("content", "b")], [("content", None), ("role", "user")]]
+    kind = pa.list_(pa.map_(pa.string(), pa.string()))
+    table = pa.table({"messages": pa.array([[pairs] for pairs in maps], kind)})
+    (_, _, twice), (_, _, once) = records(arrow_chunks(table.to_batches(), source=0, rows=9))
+    assert (twice.reason, twice.detail) == (Reason.BAD_RECORD, "a map has a key twice")
+    assert once == {"messages": [{"content": None, "role": "user"}]}
 
 
 def test_an_arrow_value_that_python_can_t_hold_is_one_rejection() -> None:
