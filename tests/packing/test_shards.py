@@ -319,6 +319,19 @@ def test_a_missing_or_cut_file_is_seen_at_once(directory: Path, name: str, chang
         open_shards(directory)
 
 
+@pytest.mark.parametrize("name", ["data-00009.arrow", "eval/data-00001.arrow", "notes"])
+def test_a_file_that_is_not_listed_is_named(directory: Path, name: str) -> None:
+    """A file or folder beside the listed ones is a fault, in a part too; a missing run.json is none."""
+    (directory / "run.json").unlink()
+    verify(directory)
+    if name == "notes":
+        (directory / name).mkdir()
+    else:
+        shutil.copy(directory / "data-00000.arrow", directory / name)
+    with pytest.raises(ShardError, match=rf"{name} is not listed in manifest\.json"):
+        verify(directory)
+
+
 def test_parts_are_checked(directory: Path, tmp_path: Path) -> None:
     """A part that is missing, damaged or another set's is seen by verify."""
     shutil.move(directory / "eval", tmp_path / "kept")
