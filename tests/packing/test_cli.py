@@ -530,6 +530,18 @@ def long_input(tmp_path_factory):
     return file
 
 
+def test_the_module_is_the_command():
+    """`python -m packing.cli` runs and gives the exit status, as `padfree` does."""
+    found = subprocess.run(
+        [sys.executable, "-m", "packing.cli", "verify", "no-such-folder"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert found.stderr.startswith("padfree: no-such-folder: no such directory")
+
+
 def descendants(process):
     found = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True, check=False
