@@ -453,7 +453,7 @@ def _check_marks(template: ChatTemplate, calibration: Calibration) -> None:
     Raises:
         TemplateError: the marks cover other text than the assistant's.
     """
-    talk = [{"role": role, "content": f"Quokka {role}"} for role in ("user", "assistant") * 2]
+    talk = [{"role": role, "content": f"Okapi{n}"} for n, role in enumerate(("user", "assistant") * 2)]
     for length in (4, 3):
         messages = adapt(talk[:length], dialect=calibration.dialect, notes=[])
         try:

@@ -178,12 +178,12 @@ def _marks(
         if number < 0:
             before = [n for n, place in enumerate(places) if place is not None and place[1] <= start]
             number = before[-1] if before else 0
-        others = (n for n, place in enumerate(places) if place and n != number)
+        others = [place for n, place in enumerate(places) if place is not None and n != number]
         if messages[number]["role"] != "assistant":
             raise _uncertain(
                 number, f"the template marks text of the {messages[number]['role']} as generated"
             )
-        if any(start < places[n][1] and places[n][0] < end for n in others):
+        if any(start < other_end and begin < end for begin, other_end in others):
             raise _uncertain(number, "the template marks another message's text as generated with it")
         marks.setdefault(number, []).append(Span(start, end, number))
     return marks

@@ -500,3 +500,8 @@ def test_a_tokenizer_is_loaded_as_its_file_says(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "from_pretrained", lambda *_a, **_k: broken)
     with pytest.raises(TemplateError, match=r"other ids than its tokenizer\.json"):
         load_tokenizer(str(tmp_path))
+
+
+def test_the_fingerprint_names_the_vocabulary(tokenizer):
+    """The trainer compares the model's vocabulary with it."""
+    assert ChatEncoder(tokenizer).fingerprint()["vocabulary"] == len(tokenizer)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packing.chat import ChatEncoder, ChatOptions, Note, encode_chat, load_tokenizer
+from packing.chat import ChatEncoder, ChatOptions, Note, audit, encode_chat, load_tokenizer
 from packing.errors import Reason, RowRejected, TemplateError
 from packing.example import IGNORE_INDEX, Conversation, fit
 from packing.sample import TOKENIZER
@@ -729,3 +729,54 @@ def test_lone_surrogate(reason):
         [u("q"), a("", tool_calls=[call({"x": "\ud83d"})])],
     ):
         assert reason(talk, "hermes")[0] is Reason.LONE_SURROGATE
+
+
+# What may not be trained
+
+
+@pytest.mark.parametrize("template", ["qwen3", "folds_system", "moves_system", "chatml", "system_first"])
+def test_train_on_all_keeps_to_what_may_be_trained(tokenizer, template):
+    """A message that may not be trained is not, wherever the template prints it; else the row is refused."""
+    source = T.get(template) or (
+        "{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
+        + T["chatml"].replace("in messages", "in messages[1:]", 1)
+    )
+    encoder = ChatEncoder(tokenizer, options=ChatOptions(chat_template=source, train_on="all"))
+    talk = [{"role": "system", "content": "SECRET words"}, u("Zurich"), a("yo")]
+    for user_is in (False, True):
+        conversation = Conversation(messages=talk, trainable=(False, user_is, True))
+        if (template, user_is) == ("folds_system", True):
+            with pytest.raises(RowRejected) as caught:
+                encoder.encode(conversation)
+            assert caught.value.reason is Reason.SPAN_UNCERTAIN
+            continue
+        (example,) = encoder.encode(conversation)
+        trained = tokenizer.decode(example.input_ids[example.labels != IGNORE_INDEX])
+        assert "SECRET" not in trained
+        assert "system" not in trained
+        assert "yo" in trained
+        assert ("Zurich" in trained) == user_is
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "{{- '<|im_start|>' + m.role + '\\n' }}",
+            "{%- if m.role != 'assistant' %}{{ '<|im_start|>' + m.role + '\\n' }}{% endif %}",
+        ),
+        ("m.content + '<|im_end|>' }}{% end", "m.content + '<|im_end|>\\n<|im_start|>user\\n' }}{% end"),
+    ],
+)
+def test_marks_around_a_header_are_refused(tokenizer, old, new):
+    """{% generation %} around the turn's own header, or running over the next one's."""
+    source = T["marked"].replace(old, new)
+    if "!= 'assistant'" in new:
+        source = source.replace(
+            "{%- generation %}{{ m.content", "{%- generation %}{{ '<|im_start|>assistant\\n' + m.content"
+        )
+    assert source != T["marked"]
+    with pytest.raises(TemplateError, match="mark"):
+        ChatEncoder(tokenizer, options=ChatOptions(chat_template=source))
+    found = audit(tokenizer, options=ChatOptions(chat_template=source))
+    assert found.exit_code == 1
