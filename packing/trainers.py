@@ -71,6 +71,11 @@ def _problems(trainer: Any) -> Iterator[str]:
             "itself: on a CPU set use_cpu=True"
         )
     yield from _collator(trainer)
+    if (longest := getattr(args, "max_length", None)) is not None:
+        yield (
+            f"max_length={longest} cuts rows, whose seq_lengths then name more tokens than there are: set "
+            "max_length=None"
+        )
     if args.accelerator_config.dispatch_batches:
         yield (
             "dispatch_batches=True cuts a batch apart along its first dimension, and a packed batch is one "

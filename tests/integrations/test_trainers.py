@@ -159,6 +159,31 @@ def test_trl_with_its_defaults_or_with_packing_leaks(
         trainers.run_trl(data.shards, data.dense, data.folder / "leak", check=True, **settings)
 
 
+def test_trl_with_a_max_length_is_refused_by_name(data: Any) -> None:
+    """A `max_length` beside our collate would cut rows below their boundaries; None passes."""
+    from trl import SFTConfig, SFTTrainer
+
+    def make(max_length: int | None) -> Any:
+        return SFTTrainer(
+            transformers.AutoModelForCausalLM.from_pretrained(data.dense),
+            SFTConfig(
+                str(data.folder / "max_length"),
+                max_length=max_length,
+                packing=False,
+                use_cpu=True,
+                bf16=False,
+                report_to=[],
+            ),
+            train_dataset=datasets.load_from_disk(str(data.shards)),
+            processing_class=transformers.AutoTokenizer.from_pretrained(data.dense),
+            data_collator=collate,
+        )
+
+    check_trainer(make(None))
+    with pytest.raises(OptionError, match="set max_length=None"):
+        check_trainer(make(512))
+
+
 def test_a_bound_model_refuses_trl_s_mask(trainers: ModuleType, data: Any) -> None:
     """Where nobody called `check_trainer`, a bound model still refuses the attention mask by name."""
     from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
