@@ -14,9 +14,11 @@ from packing.boundaries import check_lengths, cu_seqlens
 from packing.example import IGNORE_INDEX, Example
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBuffer:
     """Real tokens alone; `seq_lengths` is the only boundary, all others are computed from it.
+
+    Compared by identity.
 
     Attributes:
         input_ids: int32[T].

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,16 +45,17 @@ class Conversation:
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # eq would compare arrays and set a hash
 class Example:
-    """One tokenized, masked conversation.
+    """One tokenized, masked conversation; equal to another if ids and labels are.
 
     Attributes:
         input_ids: int32[L], L at least 1.
         labels: int32[L]: the token itself where it is trained, `IGNORE_INDEX` elsewhere. Models
             shift inside, so `labels[0]` is `IGNORE_INDEX`: with it set, the last token of one
             example would be trained to predict the first of the next.
-        turn: The assistant turn that this example trains, from 0, or -1 for a whole conversation.
+        turn: The assistant turn that this example trains, from 0, or -1 for a whole conversation. Buffers
+            do not carry it: in a shard set it stands in examples.parquet.
         messages: The normalised messages whose render the ids are, where there were messages.
         tools: The tools that were rendered with them.
         notes: What happened on the way, for the counts in the report.
@@ -63,9 +64,9 @@ class Example:
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
     turn: int = -1
-    messages: Sequence[Mapping[str, Any]] | None = field(default=None, compare=False, repr=False)
-    tools: Sequence[Mapping[str, Any]] | None = field(default=None, compare=False, repr=False)
-    notes: Sequence[str] = field(default=(), compare=False, repr=False)
+    messages: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
+    tools: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
+    notes: Sequence[str] = field(default=(), repr=False)
 
     def __len__(self) -> int:
         return int(self.input_ids.size)
@@ -73,11 +74,7 @@ class Example:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Example):
             return NotImplemented
-        return (
-            self.turn == other.turn
-            and np.array_equal(self.input_ids, other.input_ids)
-            and np.array_equal(self.labels, other.labels)
-        )
+        return np.array_equal(self.input_ids, other.input_ids) and np.array_equal(self.labels, other.labels)
 
     __hash__ = None  # type: ignore[assignment]  # arrays can change, so an example is no key
 
@@ -91,9 +88,6 @@ def make_example(
     input_ids: Sequence[int] | NDArray[Any],
     *,
     trained: Sequence[bool] | NDArray[np.bool_],
-    turn: int = -1,
-    messages: Sequence[Mapping[str, Any]] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
     notes: Sequence[str] = (),
 ) -> Example:
     """An example from ids and a mask; the first token is never trained, whatever the mask says.
@@ -107,7 +101,7 @@ def make_example(
         raise ValueError(f"ids of shape {ids.shape} and a mask of shape {mask.shape} make no example")
     mask[0] = False
     labels = np.where(mask, ids, np.int32(IGNORE_INDEX))
-    return Example(input_ids=ids, labels=labels, turn=turn, messages=messages, tools=tools, notes=notes)
+    return Example(input_ids=ids, labels=labels, notes=notes)
 
 
 def fit(example: Example, *, capacity: int, overflow: Overflow) -> Example:
@@ -115,7 +109,7 @@ def fit(example: Example, *, capacity: int, overflow: Overflow) -> Example:
 
     Raises:
         RowRejected: too long with `drop`, or nothing left to train.
-        OptionError: too long with `error`.
+        OptionError: too long with `error`, or with an overflow that there is not.
     """
     if len(example) > capacity:
         if overflow == "drop":
@@ -125,6 +119,8 @@ def fit(example: Example, *, capacity: int, overflow: Overflow) -> Example:
                 f"an example of {len(example)} tokens does not fit the capacity of {capacity}: "
                 "raise --capacity, or choose --overflow drop or truncate"
             )
+        if overflow != "truncate":
+            raise OptionError(f"no overflow {overflow!r}: choose one of {', '.join(get_args(Overflow))}")
         example = Example(
             input_ids=example.input_ids[:capacity],
             labels=example.labels[:capacity],

@@ -68,7 +68,7 @@ Key = int | NDArray[np.int64] | None
 """What a data set gives a buffer for: its number, the places of its examples, or None for an empty one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedBuffer(PackedBuffer):
     """A buffer and the length to which `collate` fills it.
 
@@ -197,13 +197,15 @@ class PackedDataset(Dataset[LoadedBuffer]):
 
     Args:
         source: A shard directory, or an open shard set.
-        capacity: Tokens to which buffers are filled; None takes the shard set's.
+        capacity: Tokens to which buffers are filled; None takes the shard set's. Less than that is for new
+            bins alone (`OrderOptions.replan`): a stored buffer is refused when it is asked for.
         fixed_shape: Fill every buffer to the capacity; else buffers keep their own lengths.
         multiple_of: Empty buffers at the end make the length a multiple of this: ranks × buffers in a
             batch, for trainers that would repeat buffers, or wait for each other, where ranks run out.
 
     Raises:
         ShardError: missing, damaged, or without a buffer.
+        OptionError: a number that can't be.
     """
 
     def __init__(
@@ -216,6 +218,8 @@ class PackedDataset(Dataset[LoadedBuffer]):
     ) -> None:
         if multiple_of < 1:
             raise OptionError(f"multiple_of {multiple_of} can't be: choose 1 or more")
+        if capacity is not None and capacity < 1:
+            raise OptionError(f"capacity {capacity} can't be: choose 1 or more")
         self.shards = source if isinstance(source, ShardSet) else open_shards(source)
         if not len(self.shards):
             raise ShardError(f"{self.shards.path} holds no buffers: nothing to load")
@@ -236,6 +240,11 @@ class PackedDataset(Dataset[LoadedBuffer]):
                 seq_lengths=nothing,
                 example_ids=nothing.astype(np.int64),
                 capacity=self.capacity if self.fixed_shape else 1,
+            )
+        if not isinstance(key, np.ndarray) and self.fixed_shape and self.capacity < self.shards.capacity:
+            raise OptionError(
+                f"a capacity of {self.capacity} is less than the {self.shards.capacity} of the buffers in "
+                f"{self.shards.path}: leave it out, or plan new bins with OrderOptions(replan=True, …)"
             )
         buffer = self.shards.gather(key) if isinstance(key, np.ndarray) else self.shards[key]
         return LoadedBuffer(
@@ -268,6 +277,8 @@ class OrderOptions:
             raise OptionError(f"seed {self.seed} can't be: choose 0 to 2**64 - 1")
         if self.capacity is not None and not self.replan:
             raise OptionError("another capacity needs new bins: set replan=True as well")
+        if self.capacity is not None and self.capacity < 1:
+            raise OptionError(f"capacity {self.capacity} can't be: choose 1 or more")
 
 
 def epoch_order(
@@ -290,7 +301,7 @@ def epoch_order(
     digest = hashlib.sha256(text.encode()).digest()
     plan: Plan | None = None
     if options.replan:
-        capacity = options.capacity or shards.capacity
+        capacity = shards.capacity if options.capacity is None else options.capacity
         plan = plan_bins(shards.seq_lengths, capacity=capacity, seed=int.from_bytes(digest[:8], "little"))
     count = len(shards) if plan is None else len(plan)
     if not options.shuffle:

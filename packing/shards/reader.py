@@ -6,7 +6,6 @@ import bisect
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from packing.atomic import interrupted
 from packing.boundaries import starts
-from packing.buffer import PackedBuffer, unpack
+from packing.buffer import PackedBuffer
 from packing.errors import OptionError, ShardError
 from packing.example import Example
 from packing.shards.manifest import (
@@ -109,7 +108,8 @@ class ShardSet:
         path: The directory.
         manifest: What manifest.json says.
         capacity: Most tokens in a buffer.
-        fingerprint: Hex digest of what decides the buffers: fingerprint, versions, capacity, data files.
+        fingerprint: Hex SHA-256 of the manifest's capacity and fingerprint and the digests of the data files,
+            in order.
     """
 
     def __init__(self, directory: str | Path, *, verify: bool = True, remember: bool = True) -> None:
@@ -262,10 +262,9 @@ class ShardSet:
         at = int(np.searchsorted(self.example_ids, number, sorter=order))
         if at == order.size or self.example_ids[order[at]] != number:
             raise OptionError(f"{self.path} holds no example {number}")
-        ends = np.cumsum(self.examples_per_buffer)
-        buffer = int(np.searchsorted(ends, order[at], side="right"))
-        found = unpack(self[buffer])[int(order[at] - ends[buffer])]  # counted from the buffer's end
-        return replace(found, turn=self.origin(number).get("turn", -1))
+        found = self.gather(order[at : at + 1])
+        turn = self.origin(number).get("turn", -1)
+        return Example(input_ids=found.input_ids, labels=found.labels, turn=turn)
 
     def origin(self, number: int) -> dict[str, Any]:
         """The row of examples.parquet for example `number`; empty where there is none."""

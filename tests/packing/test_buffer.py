@@ -1,6 +1,7 @@
 """Examples and buffers: nothing changes on the way in and out, and every broken law is named."""
 
 import dataclasses
+from collections.abc import Hashable
 
 import numpy as np
 import pytest
@@ -19,12 +20,13 @@ def example_of(ids, trained=None):
 @st.composite
 def examples(draw):
     ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=30))
-    return example_of(ids, draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
+    masked = example_of(ids, draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
+    return dataclasses.replace(masked, turn=draw(st.integers(-1, 9)))
 
 
 @given(st.lists(examples(), min_size=1, max_size=10))
 def test_unpack_is_the_inverse_of_build(given_examples):
-    """`unpack(build_buffer(xs)) == xs` for any ids and masks."""
+    """`unpack(build_buffer(xs)) == xs` for any ids, masks and turns."""
     assert unpack(build_buffer(given_examples)) == given_examples
 
 
@@ -108,6 +110,8 @@ def test_too_long_by_policy():
     assert cut.notes == ("truncated",)
     with pytest.raises(OptionError, match="--capacity"):
         fit(long, capacity=4, overflow="error")
+    with pytest.raises(OptionError, match="no overflow 'Drop': choose one of drop, truncate, error"):
+        fit(long, capacity=4, overflow="Drop")
 
 
 def test_nothing_left_to_train_is_rejected():
@@ -125,6 +129,15 @@ def test_examples_compare_by_content():
     assert example_of([1, 2]) == example_of([1, 2])
     assert example_of([1, 2]) != example_of([1, 2], [True, False])
     assert example_of([1, 2]) != "an example"
+
+
+def test_what_holds_arrays_is_no_key_by_content():
+    """An example has no hash, as its arrays can change; buffers are compared, and hashed, by identity."""
+    assert not isinstance(example_of([1, 2]), Hashable)
+    one, other = (build_buffer([example_of([1, 2])]) for _ in range(2))
+    assert one == one
+    assert one != other
+    assert len({one, other}) == 2
 
 
 def test_a_rejection_survives_the_way_between_processes():

@@ -607,6 +607,20 @@ def test_what_new_bins_cannot_do(directory: Path) -> None:
         PackedDataLoader(directory, replan=True, capacity=63)
     with pytest.raises(OptionError, match="replan=True"):
         PackedDataLoader(directory, capacity=128)
+    for number in (0, -1):
+        with pytest.raises(OptionError, match=f"capacity {number} can't be"):
+            OrderOptions(replan=True, capacity=number)
+        with pytest.raises(OptionError, match=f"capacity {number} can't be"):
+            PackedDataset(directory, capacity=number)
+
+
+def test_a_capacity_below_the_stored_buffers_is_for_new_bins(directory: Path) -> None:
+    """A stored buffer is refused whatever its own length, with the way out; empty ones are not."""
+    dataset = PackedDataset(directory, capacity=CAPACITY - 1)
+    for number in range(len(dataset)):
+        with pytest.raises(OptionError, match=r"63 is less than the 64 .*replan=True"):
+            dataset[number]
+    assert dataset[np.array([1])].capacity == dataset[None].capacity == 63
 
 
 # In torch's own loader
