@@ -175,11 +175,3 @@ def with_tail(seq_lengths: Lengths, *, capacity: int) -> NDArray[np.int64]:
     if rest < 0:
         raise ValueError(f"{int(lengths.sum())} tokens do not fit a capacity of {capacity}")
     return np.append(lengths, rest) if rest else lengths
-
-
-def may_attend(seq_lengths: Lengths) -> NDArray[np.bool_]:
-    """bool[T, T]: token i may see token j if both are of one sequence and j <= i. For tests and pictures."""
-    index = seq_idx(seq_lengths)
-    causal = np.tril(np.ones((index.size, index.size), dtype=np.bool_))
-    same: NDArray[np.bool_] = index[:, None] == index[None, :]
-    return same & causal

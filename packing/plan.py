@@ -69,18 +69,27 @@ def plan_bins(
     Raises:
         OptionError: a length outside 1 … capacity, no whole numbers, or an option that can't be.
     """
-    if algorithm not in get_args(Algorithm):
-        raise OptionError(f"no algorithm {algorithm!r}: choose one of {', '.join(get_args(Algorithm))}")
-    if not 1 <= capacity <= _MOST_CAPACITY:
-        raise OptionError(f"a capacity of {capacity} can't be: choose 1 to {_MOST_CAPACITY} tokens")
-    if not 0 <= seed < 2**64:
-        raise OptionError(f"a seed of {seed} can't be: choose 0 to 2**64 - 1")
+    check_options(capacity=capacity, algorithm=algorithm, seed=seed)
     array = _checked(lengths, capacity=capacity)
     from packing import bins  # numba: 0.3 s
 
     function: Any = getattr(bins, algorithm)
     order, offsets = function(array, capacity, np.uint64(seed))
     return Plan(order=order, offsets=offsets)
+
+
+def check_options(*, capacity: int, algorithm: Algorithm, seed: int) -> None:
+    """Checks what `plan_bins` takes beside the lengths, for those who will have lengths much later.
+
+    Raises:
+        OptionError: an option that can't be.
+    """
+    if algorithm not in get_args(Algorithm):
+        raise OptionError(f"no algorithm {algorithm!r}: choose one of {', '.join(get_args(Algorithm))}")
+    if not 1 <= capacity <= _MOST_CAPACITY:
+        raise OptionError(f"a capacity of {capacity} can't be: choose 1 to {_MOST_CAPACITY} tokens")
+    if not 0 <= seed < 2**64:
+        raise OptionError(f"a seed of {seed} can't be: choose 0 to 2**64 - 1")
 
 
 def _checked(lengths: Lengths, *, capacity: int) -> NDArray[np.int32]:

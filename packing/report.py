@@ -143,6 +143,8 @@ def _shape(report: Mapping[str, Any]) -> Table:
             table.add_row(f"examples a buffer{of}", _line(part["examples_per_buffer"]))
     for note, count in report["accounting"].get("normalised_rows", {}).items():
         table.add_row("normalised", f"{note}: {_many(count, 'row')}")
+    for note, count in report["accounting"].get("input_notes", {}).items():
+        table.add_row("passed over", f"{note}: {_many(count, 'line')}")
     if "seconds" in report:
         total = report["seconds"]["total"]
         speed = report["accounting"]["tokens"]["in"] / total
@@ -317,15 +319,11 @@ def unpacked(shards: ShardSet) -> Iterator[bytes]:
     """The examples in input order, a JSON line each, as `pack` reads them again."""
     import orjson
 
-    lengths, a_buffer = shards.seq_lengths, shards.examples_per_buffer
-    buffer_of = np.repeat(np.arange(len(shards)), a_buffer)
-    # Where an example begins in its buffer: its place among all tokens, less its buffer's.
-    begins = starts(lengths) - np.repeat(starts(lengths)[starts(a_buffer)], a_buffer)
     in_order = np.argsort(shards.example_ids, kind="stable")
     rows = (row for batch in shards.examples().to_batches() for row in batch.to_pylist())
-    for at, origin in zip(in_order.tolist(), rows, strict=True):
-        buffer, tokens = shards[int(buffer_of[at])], slice(begins[at], begins[at] + lengths[at])
-        line = {**origin, "input_ids": buffer.input_ids[tokens], "labels": buffer.labels[tokens]}
+    for place, origin in zip(in_order[:, None], rows, strict=True):
+        found = shards.gather(place)
+        line = {**origin, "input_ids": found.input_ids, "labels": found.labels}
         yield orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 

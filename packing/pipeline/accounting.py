@@ -31,6 +31,7 @@ class Accounting:
         tokens_rejected: By reason, of rows and turns.
         truncated: Tokens cut off by overflow "truncate".
         notes: For each normalisation, the packed rows that it changed.
+        input_notes: Lines of the input by what was passed over: blank lines, line ends, byte order marks.
         first_rejects: The first few, for an error's text.
         seconds: Time by stage, summed over the workers.
     """
@@ -45,6 +46,7 @@ class Accounting:
     tokens_rejected: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
     notes: Counter[str] = field(default_factory=Counter)
+    input_notes: Counter[str] = field(default_factory=Counter)
     first_rejects: list[Reject] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -57,6 +59,7 @@ class Accounting:
         self.rows_held_out += chunk.rows_held_out
         self.truncated += chunk.cut
         self.notes += chunk.notes
+        self.input_notes.update(chunk.input_notes)
         for stage, seconds in chunk.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         for part, held_out in (("packed", False), ("eval", True)):
@@ -91,6 +94,7 @@ class Accounting:
             },
             "supervised_tokens": {"packed": self.supervised["packed"], "eval": self.supervised["eval"]},
             "normalised_rows": _by_reason(self.notes),
+            "input_notes": _by_reason(self.input_notes),
         }
 
     def eval_as_json(self) -> dict[str, Any]:

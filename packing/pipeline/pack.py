@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from packing.pipeline.clock import Clock
 from packing.pipeline.pool import map_in_order
 from packing.pipeline.rows import Reject, RowEncoder
 from packing.pipeline.store import EXAMPLE, ExampleStore, StoredPart, from_bytes
-from packing.plan import Algorithm, lower_bound, plan_bins
+from packing.plan import Algorithm, check_options, lower_bound, plan_bins
 from packing.shards import PartWriter, ShardWriter
 from packing.sources import Source, SourceOptions, open_sources
 
@@ -40,9 +40,6 @@ A tenth lets the first pass, counted, and stops the second."""
 
 ROWS_PER_CHUNK = 256
 """Enough for one `encode_batch` to pay, and few enough for the workers to end together."""
-
-MOST_TOKENS = 2**31 - 1
-"""In a buffer: kernels index tokens with int32."""
 
 EVAL = "eval"
 """The part of the shard set that holds the conversations kept from training."""
@@ -159,7 +156,7 @@ def pack_dataset(
         sources: Split, configuration and revision of a data set; None for the defaults.
         formats: How rows become conversations; None for the defaults.
         chat: How conversations become tokens; None for the defaults.
-        max_rejects: The run stops where more than this fraction of the rows is rejected.
+        max_rejects: If more than this fraction of the rows is rejected, nothing is written.
         workers: Processes that parse and encode; 1 means this one.
         force: Replace a shard set that is there.
         on_progress: Called after each chunk of rows and now and then while writing.
@@ -172,9 +169,8 @@ def pack_dataset(
         OutputError: `out` exists, or can't be written.
     """
     clock = Clock()
-    _check(
-        capacity=capacity, seed=seed, workers=workers, eval_fraction=eval_fraction, max_rejects=max_rejects
-    )
+    _check(overflow=overflow, workers=workers, eval_fraction=eval_fraction, max_rejects=max_rejects)
+    check_options(capacity=capacity, algorithm=algorithm, seed=seed)
     names = _names(inputs)
     opened = open_sources(names, options=sources or SourceOptions())
     encode = RowEncoder(
@@ -257,7 +253,8 @@ def preview(
     Raises:
         OptionError, InputError, TemplateError: As `pack_dataset`.
     """
-    _check(capacity=capacity, seed=seed)
+    _check(overflow=overflow)
+    check_options(capacity=capacity, algorithm=algorithm, seed=seed)
     if rows < 1:
         raise OptionError(f"a preview of {rows} rows can't be: choose at least 1")
     opened = open_sources(_names(inputs), options=sources or SourceOptions())
@@ -276,7 +273,8 @@ def preview(
     first = None
     for source in opened:
         read = 0
-        for chunk in map(encode, source.chunks(rows=rows)):
+        for raw in source.chunks(rows=rows):
+            chunk = encode(raw, most=rows - read)
             accounting.add(chunk)
             rejects += [_reject_line(reject, inputs=encode.inputs) for reject in chunk.rejects]
             if first is None and chunk.examples.size:
@@ -403,18 +401,11 @@ def _reject_line(reject: Reject, *, inputs: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(
-    *,
-    capacity: int,
-    seed: int,
-    workers: int = 1,
-    eval_fraction: float = 0.0,
-    max_rejects: float = 1.0,
+    *, overflow: Overflow, workers: int = 1, eval_fraction: float = 0.0, max_rejects: float = 1.0
 ) -> None:
-    """Names the number that can't be."""
-    if not 1 <= capacity <= MOST_TOKENS:
-        raise OptionError(f"a capacity of {capacity} can't be: choose 1 to {MOST_TOKENS} tokens")
-    if not 0 <= seed < 2**64:
-        raise OptionError(f"a seed of {seed} can't be: choose 0 to 2**64 - 1")
+    """Names the option that can't be."""
+    if overflow not in get_args(Overflow):
+        raise OptionError(f"no overflow {overflow!r}: choose one of {', '.join(get_args(Overflow))}")
     if workers < 1:
         raise OptionError(f"{workers} workers can't be: choose 1 or more")
     if not 0 <= eval_fraction < 1:

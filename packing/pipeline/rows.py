@@ -8,6 +8,7 @@ Nothing here knows of other chunks, so the result is the same in any process and
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class EncodedChunk:
         rows_held_out: Those with examples in the eval part.
         cut: Tokens cut off by overflow "truncate".
         notes: For each normalisation, the number of packed rows to which it was applied.
+        input_notes: The chunk's own notes, which count lines of the input.
         seconds: Time spent in each stage.
     """
 
@@ -68,6 +70,7 @@ class EncodedChunk:
     rows_held_out: int
     cut: int
     notes: Counter[str]
+    input_notes: Mapping[str, int]
     seconds: Mapping[str, float]
 
 
@@ -89,14 +92,14 @@ class RowEncoder:
     eval_fraction: float
     seed: int
 
-    def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """Parses, normalises, encodes and fits each row of the chunk.
+    def __call__(self, chunk: Chunk, *, most: int | None = None) -> EncodedChunk:
+        """Parses, normalises, encodes and fits each row of the chunk, or the first `most` rows.
 
         Raises:
             OptionError: an example is too long and `overflow` is "error".
         """
         clock = Clock()
-        records = list(chunk.records())
+        records = list(itertools.islice(chunk.records(), most))
         clock.lap("parse")
         conversations = [self._normalise(record) for _, _, record in records]
         clock.lap("normalise")
@@ -111,8 +114,7 @@ class RowEncoder:
             else:
                 self._fit(place, conversation, outcome, rows=rows)
         clock.lap("fit")
-        rows.notes.update(chunk.notes)
-        return rows.finish(count=len(records), seconds=clock.seconds)
+        return rows.finish(count=len(records), input_notes=chunk.notes, seconds=clock.seconds)
 
     def _normalise(self, record: Mapping[str, Any] | RowRejected) -> Conversation | RowRejected:
         if isinstance(record, RowRejected):
@@ -185,7 +187,9 @@ class _Rows:
         detail = " ".join(error.detail.encode("utf-8", "replace").decode().split())[:DETAIL_CHARACTERS]
         self.rejects.append(Reject(place, turn, error.reason.value, detail, tokens))
 
-    def finish(self, *, count: int, seconds: Mapping[str, float]) -> EncodedChunk:
+    def finish(
+        self, *, count: int, input_notes: Mapping[str, int], seconds: Mapping[str, float]
+    ) -> EncodedChunk:
         return EncodedChunk(
             tokens=b"".join(self.tokens),
             examples=np.array(self.examples, EXAMPLE),
@@ -194,5 +198,6 @@ class _Rows:
             rows_held_out=self.held_out,
             cut=self.cut,
             notes=self.notes,
+            input_notes=input_notes,
             seconds=seconds,
         )

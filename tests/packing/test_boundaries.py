@@ -55,16 +55,6 @@ def test_chunk_indices_equal_a_plain_loop(lengths, chunk):
     assert derived.dtype == np.int32
 
 
-@given(lengths_lists)
-def test_attention_is_causal_and_within_one_example(lengths):
-    """Token i may see token j exactly if both lie in one example and j comes no later."""
-    mask = boundaries.may_attend(lengths)
-    owner = [n for n, length in enumerate(lengths) for _ in range(length)]
-    for i in range(len(owner)):
-        for j in range(len(owner)):
-            assert mask[i, j] == (owner[i] == owner[j] and j <= i)
-
-
 @given(lengths_lists, st.integers(0, 100))
 def test_the_tail_is_one_sequence_or_none(lengths, rest):
     """A rest becomes exactly one more sequence; a full buffer gets none."""

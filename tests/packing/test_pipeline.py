@@ -322,6 +322,14 @@ def test_normalisations_are_counted_by_row(tmp_path, tokenizer):
     assert set(report.accounting["normalised_rows"].values()) == {2}
 
 
+def test_lines_passed_over_are_no_rows(tmp_path, tokenizer):
+    """Blank lines are counted by themselves, in lines: no row was normalised."""
+    file = write(tmp_path / "rows.jsonl", [chat("a", "b"), "", "", chat("a", "c")])
+    accounting = pack_dataset([file], tokenizer=tokenizer, out=tmp_path / "out").accounting
+    assert accounting["normalised_rows"] == {}
+    assert accounting["input_notes"] == {"blank_lines": 2}
+
+
 def test_a_detail_is_one_short_line_of_valid_text(tmp_path, tokenizer):
     """A reject can quote a row of any size and content without breaking rejects.jsonl."""
     nasty = {"messages": [{"role": "x\n\ud800" + "y" * 5000, "content": "z"}]}
@@ -403,7 +411,9 @@ def test_an_output_that_exists_is_kept(tmp_path, tokenizer):
     "wrong",
     [
         {"capacity": 0},
-        {"capacity": 2**31},
+        {"capacity": 2**24 + 1},
+        {"overflow": "Drop"},
+        {"algorithm": "best_fit"},
         {"seed": -1},
         {"seed": 2**64},
         {"workers": 0},
@@ -415,11 +425,14 @@ def test_an_output_that_exists_is_kept(tmp_path, tokenizer):
     ],
     ids=str,
 )
-def test_numbers_that_can_not_be(tmp_path, tokenizer, wrong):
-    """Each is refused by name before anything is read or written."""
-    (number,) = wrong.values()
-    with pytest.raises(OptionError, match=str(number).replace("+", r"\+")):
+def test_options_that_can_not_be(tmp_path, tokenizer, wrong):
+    """Each is refused by name before anything is read or written, by a preview as well."""
+    ((option, value),) = wrong.items()
+    with pytest.raises(OptionError, match=str(value).replace("+", r"\+")):
         pack_dataset(["missing.jsonl"], tokenizer=tokenizer, out=tmp_path / "out", **wrong)
+    if option in ("capacity", "overflow", "algorithm", "seed"):
+        with pytest.raises(OptionError, match=str(value)):
+            preview(["missing.jsonl"], tokenizer=tokenizer, rows=1, **wrong)
     assert nothing_but(tmp_path)
 
 
@@ -512,6 +525,14 @@ def test_a_preview_counts_what_packing_counts(tmp_path, tokenizer, many):
 def test_a_preview_reads_some_rows_of_each_input(tokenizer, many):
     """Five rows of each of two files are ten rows."""
     assert preview(many, tokenizer=tokenizer, rows=5).accounting["rows"]["in"] == 10
+
+
+def test_a_preview_reads_no_row_more(tmp_path, tokenizer, monkeypatch):
+    """Where long rows make chunks short, a preview still ends with the row that was asked for."""
+    file = write(tmp_path / "rows.jsonl", [chat("a", "b")] * 9)
+    monkeypatch.setattr("packing.chunks.CHUNK_BYTES", 3 * len(json.dumps(chat("a", "b")) + "\n"))
+    for rows, read in ((5, 5), (6, 6), (7, 7), (20, 9)):
+        assert preview([file], tokenizer=tokenizer, rows=rows).accounting["rows"]["in"] == read
 
 
 # The store

@@ -13,7 +13,8 @@ import packing
 def test_each_public_name_is_there(name):
     """Every name in `__all__` can be had from the package and carries documentation of its own."""
     thing = getattr(packing, name)
-    assert name == "IGNORE_INDEX" or thing.__doc__
+    # A dataclass without documentation has its signature for one.
+    assert name == "IGNORE_INDEX" or (thing.__doc__ and not thing.__doc__.startswith(f"{name}("))
 
 
 def test_an_unknown_name_is_an_attribute_error():
