@@ -364,7 +364,7 @@ def _packing_parser(verb: str) -> _Parser:
         type=float,
         default=MAX_REJECTS,
         metavar="FRACTION",
-        help="stop where more of the rows are rejected (%(default)s)",
+        help="if more of the rows are rejected, nothing is written (%(default)s)",
     )
 
     group = parser.add_argument_group("packing")

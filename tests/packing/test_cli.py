@@ -68,7 +68,7 @@ GOOD = json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assi
 
 def test_pack_prints_where_every_row_went(padfree, tmp_path):
     """The table has rows, tokens, trained tokens, reasons, buffers, fill rate and speed; the exit is 0."""
-    (tmp_path / "chats.jsonl").write_text(f"{GOOD}\n" * 19 + "{\n", "utf-8")
+    (tmp_path / "chats.jsonl").write_text(f"{GOOD}\n" * 19 + "{\n\n\n", "utf-8")
     status, out, err = padfree(*pack_words(tmp_path / "chats.jsonl", tmp_path / "out", "--capacity", 64))
     assert (status, err) == (0, "")
     for words in (
@@ -78,6 +78,7 @@ def test_pack_prints_where_every_row_went(padfree, tmp_path):
         ["buffers", "64 tokens"],
         ["fill rate", "%"],
         ["a buffer"],
+        ["passed over", "blank_lines: 2 lines"],
         ["tokens/s"],
         ["rejects.jsonl"],
     ):
