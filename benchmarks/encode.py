@@ -14,7 +14,6 @@ import copy
 import gzip
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -104,16 +103,24 @@ def trl(tokenizer: Any, template: str, rows: Sequence[Row]) -> Callable[[], Any]
     return run
 
 
-def paired(calls: Sequence[Callable[[], object]], *, runs: int) -> list[list[float]]:
-    """Wall seconds of each call, taken in turn, so that what else the machine does falls on all alike."""
-    samples: list[list[float]] = [[] for _ in calls]
+def paired(calls: Sequence[Callable[[], object]], *, runs: int) -> list[list[tuple[float, float]]]:
+    """(wall, processor) seconds of each call, in turn, so that what else the machine does falls on all."""
+    samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     for number in range(runs + 1):
         for call, taken in zip(calls, samples, strict=True):
-            start = time.perf_counter()
+            wall, processor = time.perf_counter(), time.process_time()
             call()
             if number:
-                taken.append(time.perf_counter() - start)
+                taken.append((time.perf_counter() - wall, time.process_time() - processor))
     return samples
+
+
+def ratios(ours: Sequence[tuple[float, float]], floor: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Ours over the floor, pair by pair."""
+    return {
+        unit: spread([b[which] / a[which] for a, b in zip(floor, ours, strict=True)])
+        for which, unit in enumerate(("wall", "processor"))
+    }
 
 
 def measure(
@@ -124,7 +131,7 @@ def measure(
     source = (SHARED / "templates" / f"{template}.jinja").read_text("utf-8") if template else None
     encoder = ChatEncoder(tokenizer, options=ChatOptions(chat_template=source))
     result: dict[str, Any] = {}
-    everything: list[tuple[list[float], list[float]]] = []
+    everything: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]] = []
     for file, some in rows.items():
         kept = [
             (row, conversation, done[0])
@@ -151,20 +158,23 @@ def measure(
         result[file] = {
             "conversations": len(kept),
             "tokens": sum(map(len, examples)),
-            "floor_us": spread([s * per_row for s in samples[0]]),
-            "ours_us": spread([s * per_row for s in samples[1]]),
-            "ours_over_floor": spread([b / a for a, b in zip(samples[0], samples[1], strict=True)]),
+            "floor_us": spread([wall * per_row for wall, _ in samples[0]]),
+            "ours_us": spread([wall * per_row for wall, _ in samples[1]]),
+            "ours_over_floor": ratios(samples[1], samples[0]),
         }
         if len(samples) == 3:
-            result[file]["trl_us"] = spread([s * per_row for s in samples[2]])
-            result[file]["trl_over_ours"] = statistics.median(samples[2]) / statistics.median(samples[1])
-        print(
-            name,
-            file,
-            json.dumps({k: v["median"] if isinstance(v, dict) else v for k, v in result[file].items()}),
-        )
-    totals = [sum(b[n] for _, b in everything) / sum(a[n] for a, _ in everything) for n in range(runs)]
-    return {**result, "all_files_ours_over_floor": spread(totals)}
+            result[file]["trl_us"] = spread([wall * per_row for wall, _ in samples[2]])
+            result[file]["trl_over_ours"] = ratios(samples[2], samples[1])
+        shown = {unit: round(found["median"], 3) for unit, found in result[file]["ours_over_floor"].items()}
+        print(name, file, "ours / floor", shown, flush=True)
+    sums = [
+        [
+            tuple(sum(taken[n][unit] for taken in (pair[which] for pair in everything)) for unit in (0, 1))
+            for n in range(runs)
+        ]
+        for which in (0, 1)
+    ]
+    return {**result, "all_files_ours_over_floor": ratios(sums[1], sums[0])}
 
 
 def main() -> None:
