@@ -41,7 +41,8 @@ def accept(tensor: torch.Tensor) -> None:
 
 class Strict(torch.autograd.Function):
     """A causal convolution of one sequence as strict about layouts as the package's, which transposes a
-    gradient only where its stride between channels is not 1.
+    gradient only where its stride between channels is not 1, and whose Python, before that, makes one
+    contiguous that has no stride of 1 at all: at T = 1 this gives it one, between the only token and none.
     """
 
     @staticmethod
@@ -52,6 +53,8 @@ class Strict(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if gradient.stride(2) != 1 and gradient.stride(1) != 1:
+            gradient = gradient.contiguous()
         if gradient.stride(1) == 1:
             accept(gradient)
         x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
@@ -131,6 +134,15 @@ def test_channel_last_sets_the_stride_of_an_axis_of_one(stride: int) -> None:
     laid_out = convolution.channel_last(x)
     assert laid_out.stride() == (CHANNELS, 1, CHANNELS)
     assert laid_out.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_channel_last_copies_what_is_not_dense(tokens: int) -> None:
+    """An expanded tensor, all strides 0, has its values in channel-last memory."""
+    x = torch.tensor(7.0).expand(1, CHANNELS, tokens)
+    laid_out = convolution.channel_last(x)
+    assert laid_out.stride() == (CHANNELS * tokens, 1, CHANNELS)
+    assert torch.equal(laid_out, x)
 
 
 @pytest.mark.gpu

@@ -42,10 +42,12 @@ def by_sequence(reference: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 def channel_last(x: torch.Tensor) -> torch.Tensor:
     """[B, D, T] with strides (D * T, 1, D) to the letter; copied only where memory is in another order.
 
-    `contiguous` is not enough: where T or B is 1 it leaves that axis whatever stride it has.
+    `contiguous` alone is not enough: where T or B is 1 it leaves that axis whatever stride it has. In one
+    row of all elements it copies just what is not dense, as an expanded tensor, whose row has a stride of 0.
     """
     batch, channels, tokens = x.shape
-    return x.transpose(1, 2).reshape(-1).view(batch, tokens, channels).transpose(1, 2)
+    row = x.transpose(1, 2).reshape(-1).contiguous()
+    return row.view(batch, tokens, channels).transpose(1, 2)
 
 
 class _ChannelLastGradient(torch.autograd.Function):
