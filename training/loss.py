@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from training.data import IGNORE_INDEX, OptionError
 
-SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """Configuration keys of models that change their logits after the head."""
 
 
@@ -95,7 +95,8 @@ def choose_loss(
     """
     if kind == "plain" or (kind == "auto" and device.type == "cpu"):
         return "plain"
-    scaled = [key for key in SCALED_LOGITS if getattr(model.config, key, None) not in (None, 1, 1.0)]
+    config = model.config.get_text_config()
+    scaled = [key for key in SCALED_LOGITS if getattr(config, key, None) not in (None, 1, 1.0)]
     if scaled:
         raise OptionError(
             f"{type(model).__name__} changes its logits after the head ({scaled[0]}), which the fused "
