@@ -1,9 +1,11 @@
 """Binding: one model, not its modelling file; twice, under checkpointing, compilation and FSDP2."""
 
 import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -13,8 +15,19 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import fully_shard
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from training.kernels import KernelError, bind, describe, handshake, make_batch, proof, unbind
+from training.kernels import (
+    KernelError,
+    attention,
+    bind,
+    binding,
+    describe,
+    handshake,
+    make_batch,
+    proof,
+    unbind,
+)
 from training.kernels.families import FAMILIES, build, tiny, tiny_config
+from training.kernels.packages import machine
 
 FAMILY = {family.name: family for family in FAMILIES}
 LENGTHS = (1, 63, 64, 65, 7)
@@ -87,10 +100,10 @@ def test_unbind_gives_the_model_back() -> None:
     """Classes, hooks, attributes and the attention implementation are as before."""
     model = tiny(FAMILY["Qwen3.5"])
     before = [(type(layer), set(vars(layer))) for layer in model.modules()]
-    attention = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     unbind(bind(model))
     assert [(type(layer), set(vars(layer))) for layer in model.modules()] == before
-    assert model.config._attn_implementation == attention
+    assert model.config._attn_implementation == implementation
     assert not model._forward_pre_hooks
     assert not model._forward_pre_hooks_with_kwargs
 
@@ -167,6 +180,39 @@ def test_describe_names_what_computes() -> None:
     assert (rule.layers, rule.bound) == (2, "segment-walking reference")
     assert rule.origin == "training.kernels.recurrence.rule_by_sequence"
     assert rows["Qwen3_5Attention", "attention"].layers == 1
+
+
+@pytest.mark.parametrize(
+    ("kernels", "name"), [("auto", "packed_varlen"), ("reference", "packed_varlen_reference")]
+)
+def test_describe_names_the_attention_that_is_bound(kernels: Literal["auto", "reference"], name: str) -> None:
+    """The function named is the one that the configuration calls."""
+    model = bind(tiny(FAMILY["Llama"]), kernels=kernels)
+    (row,) = describe(model)
+    assert row.origin == f"training.kernels.attention.{name}"
+    assert model.config._attn_implementation == name
+
+
+def test_only_binding_switches_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking what would compute a layer leaves torch's one switch alone; binding turns it, and back."""
+    active: list[str | None] = [None]
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: active[-1])
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: active.append(None))
+    where = dataclasses.replace(machine("cpu"), device="cuda", capability=(9, 0))
+    layer = tiny(FAMILY["Llama"]).model.layers[0].self_attn
+    for wanted, found in (("FA3", "FA3"), ("FA2", "FA2"), (None, "FA2")):
+        assert attention.choose(layer, name="x", where=where, wanted=wanted).endswith(f"({found})")
+    assert active == [None]
+    monkeypatch.setattr(binding, "machine", lambda _: where)
+    model = tiny(FAMILY["Llama"])
+    bind(model, device="cuda", choose={"attention": "FA3"})
+    assert active[1:] == ["FA3"]
+    assert describe(model)[0].bound.endswith("(FA3)")
+    bind(model, device="cuda")
+    assert active[1:] == ["FA3"]
+    bind(model, device="cuda", choose={"attention": "FA2"})
+    assert active[1:] == ["FA3", None]
 
 
 def test_a_model_that_is_not_bound_is_said_to_be() -> None:

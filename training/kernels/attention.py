@@ -240,14 +240,13 @@ def _written_out(
 
 
 def choose(layer: torch.nn.Module, *, name: str, where: Machine, wanted: str | None) -> str:
-    """Checks that an attention layer can be computed here; returns what computes it.
+    """Checks that an attention layer can be computed here; returns what computes it. Changes nothing.
 
     Args:
         layer: The attention layer.
         name: Its name in the model.
         where: The machine.
-        wanted: "FA2", "FA3" or "FA4" on CUDA, None for FA2, which torch brings along. FA3 and FA4 switch
-            torch's flash attention for the whole process, as torch has one switch only.
+        wanted: "FA2", "FA3" or "FA4" on CUDA, see `activate`; None for the one that is active.
 
     Raises:
         KernelError: attention that is not causal, has dropout, or that the wanted kernel can't compute.
@@ -266,11 +265,23 @@ def choose(layer: torch.nn.Module, *, name: str, where: Machine, wanted: str | N
         raise Unsupported(f"{name}: torch's varlen attention has no sinks: bind with kernels='reference'")
     if wanted == "FA4" and getattr(layer, "sliding_window", None) is not None:
         raise KernelError(f"{name}: FlashAttention 4 can't train with a sliding window: choose FA2 or FA3")
-    if wanted == "FA2" and current_flash_attention_impl() is not None:
-        restore_flash_attention_impl()
-    elif wanted in ("FA3", "FA4"):
-        try:
-            activate_flash_attention_impl(wanted)
-        except (ImportError, ValueError, RuntimeError) as error:
-            raise KernelError(f"{name}: {wanted} can't be used: {error}") from error
-    return f"torch varlen_attn ({current_flash_attention_impl() or 'FA2'})"
+    return f"torch varlen_attn ({wanted or current_flash_attention_impl() or 'FA2'})"
+
+
+def activate(wanted: str) -> None:
+    """Switches torch's flash attention for the whole process: torch has one switch only.
+
+    Args:
+        wanted: "FA3" or "FA4", or "FA2", which torch brings along, to switch back.
+
+    Raises:
+        KernelError: it is not installed, or not for this GPU.
+    """
+    if wanted == "FA2":
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+        return
+    try:
+        activate_flash_attention_impl(wanted)
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise KernelError(f"attention: {wanted} can't be used: {error}") from error

@@ -118,6 +118,8 @@ def bind(
     for name, layer in mixers.items():
         if type(layer) not in classes:
             classes[type(layer)] = _bound_class(layer, name, where, wanted)
+    if "attention" in wanted and where.device == "cuda":
+        attention.activate(wanted["attention"])
     for name, layer in {**mixers, **attentions}.items():
         layer.packed_name = name
         layer.__class__ = classes.get(type(layer), type(layer))
@@ -156,7 +158,8 @@ def describe(model: torch.nn.Module) -> list[Row]:
     attentions = find_attentions(decoder)
     for cls, count in Counter[Any](map(type, attentions.values())).items():
         name, layer = next((name, layer) for name, layer in attentions.items() if type(layer) is cls)
-        function = attention.packed_varlen
+        reference = check.kernels == "reference"
+        function = attention.packed_varlen_reference if reference else attention.packed_varlen
         bound = attention.choose(layer, name=name, where=where, wanted=None)
         rows.append(_row(cls.__name__, count, "attention", bound, function))
     for cls, count in Counter[Any](map(type, find_mixers(decoder).values())).items():
