@@ -419,7 +419,7 @@ def families_table(diagnosis: Diagnosis, *, fused: Mapping[str, Any] | None = No
 def _cell(checks: Sequence[Check], name: str) -> str:
     for check in checks:
         if check.state in ("refused", "fail"):
-            return f"refused: {check.detail}"
+            return f"{'FAILED' if check.state == 'fail' else 'refused'}: {check.detail}"
     figures = next((check.figures for check in checks if check.name == name), None)
     if figures is None:
         return "not run"
@@ -429,12 +429,18 @@ def _cell(checks: Sequence[Check], name: str) -> str:
     return f"{figures['logits']:.0e}"
 
 
-def write_families(readme: Path, table: str) -> None:
-    """Puts the table between the README's markers.
+def write_families(readme: Path, diagnosis: Diagnosis, *, fused: Mapping[str, Any] | None = None) -> None:
+    """Puts the table of `families_table` between the README's markers.
 
     Raises:
-        KernelError: the markers are not there.
+        KernelError: a check of the diagnosis failed, or the markers are not there.
     """
+    for check in diagnosis.checks:
+        if check.state == "fail":
+            raise KernelError(
+                f"{readme} is left as it is: {check.subject} failed {check.name}: {check.detail}"
+            )
+    table = families_table(diagnosis, fused=fused)
     text = readme.read_text("utf-8")
     if BEGIN not in text or END not in text:
         raise KernelError(f"{readme} has no markers {BEGIN} and {END} to put the table between")
@@ -481,7 +487,7 @@ def run(arguments: argparse.Namespace) -> int:
     diagnosis = run_doctor(arguments.target, kernels=arguments.kernels, warm=arguments.warm)
     if arguments.families:
         fused = _saved(arguments.cuda_result) if arguments.cuda_result else None
-        write_families(arguments.families, families_table(diagnosis, fused=fused))
+        write_families(arguments.families, diagnosis, fused=fused)
     print(json.dumps(diagnosis.as_json(), indent=1) if arguments.json else "\n".join(diagnosis.lines()))
     return diagnosis.exit_code
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from training import doctor
-from training.kernels import packages
+from training.kernels import KernelError, packages
 from training.kernels.families import FAMILIES, Family, tiny_config
 
 FAMILY = {family.name: family for family in FAMILIES}
@@ -123,13 +123,35 @@ def test_the_table_comes_from_the_proof(two_families: list[Family], tmp_path: Pa
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{doctor.BEGIN}\nold\n{doctor.END}\nafter\n")
     for _ in range(2):
-        doctor.write_families(readme, doctor.families_table(found, fused=found.as_json()))
+        doctor.write_families(readme, found, fused=found.as_json())
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
     assert "| Llama | `LlamaForCausalLM` | attention | 0.0 |" in text
     assert text.count("| LFM2 |") == 1
+
+
+def test_no_table_of_a_failed_proof(
+    two_families: list[Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed check leaves the README as it is; in the column of another machine it reads FAILED."""
+    found = doctor.run_doctor(families=two_families, device="cpu")
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("nvcc is missing")
+
+    monkeypatch.setattr(doctor.proof, "isolation", broken)
+    failed = doctor.run_doctor(families=two_families[:1], device="cpu")
+    readme = tmp_path / "README.md"
+    readme.write_text(before := f"{doctor.BEGIN}\nold\n{doctor.END}")
+    with pytest.raises(KernelError, match="Llama failed isolation: RuntimeError: nvcc is missing"):
+        doctor.write_families(readme, failed)
+    assert readme.read_text() == before
+    table = doctor.families_table(found, fused=failed.as_json())
+    assert "| FAILED: RuntimeError: nvcc is missing |" in table
+    refusal = doctor.Check(subject="Llama", name="bind", state="refused", detail="no sinks")
+    assert doctor._cell([refusal], "isolation") == "refused: no sinks"
 
 
 def test_the_readme_lists_every_family() -> None:
