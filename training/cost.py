@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from training.config import Config, Precision
 from training.model import blocks, ends, skeleton
 from training.parallel import World
+from training.recompute import Again, layout
 
 PEAK = {"H200": 989.4e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """FLOP/s of dense bf16 matrix products, by a part of the device's name. Source: the makers' data sheets."""
@@ -142,8 +143,8 @@ def price(
     tokens = capacity * config.data.buffers
     hidden = model.config.get_text_config().hidden_size
     outputs = sum(m.out_features for m in layers[0].modules() if isinstance(m, nn.Linear))
-    recomputing = layers[: len(layers) - config.model.keep_layers - config.model.whole_layers]
-    full = len(recomputing[:: config.model.checkpointing]) if config.model.checkpointing else 0
+    again = _layout(config, layers=len(layers))
+    full, products, nothing = (again.count(what) for what in get_args(Again))
     whole_step = config.data.accumulation > 1 and config.parallel.reduce == "step" and ranks > 1
     return {
         "weights": weights * stored // ranks,
@@ -159,10 +160,7 @@ def price(
         "inputs of layers that recompute": full * tokens * hidden * computed,
         # Elementwise operations keep about as much as the matrix products do.
         "activations of one layer, and of those that keep them": int(
-            tokens
-            * outputs
-            * computed
-            * (2 + 2 * (len(layers) - full - config.model.keep_layers) + config.model.keep_layers)
+            tokens * outputs * computed * (2 + 2 * nothing + products)
         ),
         "logits of the loss": tokens * hidden * computed * config.model.loss_chunk
         if precision != "fp32"
@@ -184,7 +182,15 @@ def itemised(items: Mapping[str, int], *, world: World) -> list[str]:
 
 def recomputed(config: Config, *, layers: int) -> tuple[float, float]:
     """Shares of the layers that compute all again in the backward pass, and all but matrix products."""
+    again = _layout(config, layers=layers)
+    return again.count("all") / layers, again.count("all but products") / layers
+
+
+def _layout(config: Config, *, layers: int) -> list[Again]:
     model = config.model
-    first = layers - model.keep_layers - model.whole_layers
-    full = len(range(0, first, model.checkpointing)) if model.checkpointing else 0
-    return full / layers, model.keep_layers / layers
+    return layout(
+        layers,
+        every=model.checkpointing,
+        keep_layers=model.keep_layers,
+        whole_layers=model.whole_layers,
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from training.data import OptionError
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+Again = Literal["all", "all but products", "nothing"]
+
+
+def layout(layers: int, *, every: int, keep_layers: int, whole_layers: int) -> list[Again]:
+    """What each of so many layers computes again in the backward pass; the options are `recompute`'s."""
+    first = layers - keep_layers - whole_layers
+    before: list[Again] = ["all" if every and not number % every else "nothing" for number in range(first)]
+    products: list[Again] = ["all but products"] * keep_layers
+    whole: list[Again] = ["nothing"] * whole_layers
+    return before + products + whole
 
 
 def recompute(
@@ -43,12 +55,13 @@ def recompute(
             f"{keep_layers} layers that keep products and {whole_layers} that keep all are more than "
             f"{len(layers)} layers"
         )
-    first = len(layers) - keep_layers - whole_layers
     keep_products = partial(create_selective_checkpoint_contexts, _keep_products)
-    for layer in layers[:first:every] if every else []:
-        _checkpoint(layer, partial(checkpoint, use_reentrant=False))
-    for layer in layers[first : first + keep_layers]:
-        _checkpoint(layer, partial(checkpoint, use_reentrant=False, context_fn=keep_products))
+    again = layout(len(layers), every=every, keep_layers=keep_layers, whole_layers=whole_layers)
+    for layer, what in zip(layers, again, strict=True):
+        if what == "all":
+            _checkpoint(layer, partial(checkpoint, use_reentrant=False))
+        elif what == "all but products":
+            _checkpoint(layer, partial(checkpoint, use_reentrant=False, context_fn=keep_products))
 
 
 def _checkpoint(layer: nn.Module, function: Any) -> None:

@@ -83,6 +83,28 @@ def test_price_of_a_measured_run() -> None:
     ] / 2**30 == pytest.approx(100, abs=1)
 
 
+def test_price_counts_the_layers_that_recompute() -> None:
+    """Of 64 layers 32 keep all, or 16 keep products and 16 all: what they keep and their inputs by hand."""
+    model = skeleton(
+        AutoConfig.for_model(**json.loads((CONFIGS / "ladder-27b.json").read_text())), precision="bf16"
+    )
+
+    def kept(**options: int) -> tuple[int, int]:
+        chosen = Model(config="x", precision="bf16", **options)  # type: ignore[arg-type]
+        config = Config(data=Data(shards=""), model=chosen)
+        items = price(config, model, ranks=2, capacity=8192, precision="bf16")
+        return (
+            items["inputs of layers that recompute"],
+            items["activations of one layer, and of those that keep them"],
+        )
+
+    inputs, one = kept()
+    assert inputs == 64 * 8192 * 5120 * 2
+    assert kept(checkpointing=2) == (inputs // 2, one * (1 + 32))
+    assert kept(keep_layers=16, whole_layers=16) == (inputs // 2, one * (1 + 16) + one * 16 // 2)
+    assert kept(checkpointing=0) == (0, one * 65)
+
+
 @pytest.mark.parametrize(
     ("options", "shares"),
     [

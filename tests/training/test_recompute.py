@@ -13,7 +13,7 @@ from training.data import OptionError
 from training.kernels import bind
 from training.kernels.contract import make_batch
 from training.model import TINY, blocks
-from training.recompute import _keep_products, recompute
+from training.recompute import _keep_products, layout, recompute
 
 
 class Products(TorchDispatchMode):
@@ -63,6 +63,13 @@ def test_gradients_do_not_depend_on_what_is_kept(options: dict[str, int]) -> Non
     found, _ = gradients(**options)
     for name, gradient in kept.items():
         assert torch.equal(found[name], gradient), name
+
+
+def test_layout() -> None:
+    """Every n-th layer of the first computes all again, then come those that keep products, then all."""
+    found = layout(6, every=2, keep_layers=2, whole_layers=1)
+    assert found == ["all", "nothing", "all", "all but products", "all but products", "nothing"]
+    assert layout(2, every=0, keep_layers=0, whole_layers=0) == ["nothing", "nothing"]
 
 
 def test_kept_products_are_not_computed_again() -> None:
