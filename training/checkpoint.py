@@ -7,8 +7,9 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from training.config import Checkpoint
 from training.data import OutputError, ResumeError
+from training.faults import writing
 from training.metrics import FILE as METRICS
 from training.parallel import World
 
@@ -73,32 +75,38 @@ class Saver:
         """Writes `step-N`, or begins to: in the background, training waits for the copy to the host alone.
 
         Raises:
-            OutputError: the system refuses.
+            OutputError: the system refuses, now or while it wrote the one before.
         """
         self.finish()
         final = self._directory / f"step-{step:08d}"
         partial = self._directory / f".{final.name}.partial"
         if self._world.chief:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
             text = json.dumps({"format": FORMAT, "step": step, **trainer}, indent=1)
-            (partial / TRAINER).write_text(text + "\n", "utf-8")
+            with writing(partial):
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                (partial / TRAINER).write_text(text + "\n", "utf-8")
         self._world.barrier()
         tensors = _tensors(model, optimizer)
         if self._options.background:
-            writing = async_save(tensors, checkpoint_id=str(partial), process_group=self._group)
-            assert isinstance(writing, Future)
-            done = self._thread.submit(_digest_when_written, writing, partial, self._world.rank)
+            tensors_written = async_save(tensors, checkpoint_id=str(partial), process_group=self._group)
+            assert isinstance(tensors_written, Future)
+            done = self._thread.submit(_digest_when_written, tensors_written, partial, self._world.rank)
             self._pending = (done, partial, final)
         else:
-            save_tensors(tensors, checkpoint_id=str(partial))
-            _write_digests(partial, rank=self._world.rank)
+            with _writing_tensors(partial):
+                save_tensors(tensors, checkpoint_id=str(partial))
+                _write_digests(partial, rank=self._world.rank)
             self._world.barrier()
             self._publish(partial, final)
         return final
 
     def poll(self) -> None:
-        """Publishes what was written in the background meanwhile; waits for nothing."""
+        """Publishes what was written in the background meanwhile; waits for nothing.
+
+        Raises:
+            OutputError: the system refused.
+        """
         if self._pending and self._world.chief:
             future, partial, final = self._pending
             if future.done() and len(list(partial.glob(DIGESTS.format("*")))) == self._world.size:
@@ -107,7 +115,11 @@ class Saver:
                 self._pending = None
 
     def finish(self) -> None:
-        """Waits until what is being written is whole on every rank."""
+        """Waits until what is being written is whole on every rank.
+
+        Raises:
+            OutputError: the system refused.
+        """
         if self._options.background:
             if self._pending:
                 self._pending[0].result()
@@ -116,7 +128,9 @@ class Saver:
             self._pending = None
 
     def _publish(self, partial: Path, final: Path) -> None:
-        if self._world.chief:
+        if not self._world.chief:
+            return
+        with writing(final):
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)
             keep, every = self._options.keep, self._options.keep_every
@@ -125,9 +139,23 @@ class Saver:
                     shutil.rmtree(old)
 
 
-def _digest_when_written(writing: Future[Any], partial: Path, rank: int) -> None:
-    writing.result()
-    _write_digests(partial, rank=rank)
+@contextmanager
+def _writing_tensors(partial: Path) -> Iterator[None]:
+    """`writing`, for what torch raises too: a collection of each rank's error."""
+    with writing(partial):
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise OutputError(
+                f"{partial}: rank {rank} can't write: {_first_line(cause)}; the checkpoint before is whole"
+            ) from error
+
+
+def _digest_when_written(tensors_written: Future[Any], partial: Path, rank: int) -> None:
+    with _writing_tensors(partial):
+        tensors_written.result()
+        _write_digests(partial, rank=rank)
 
 
 def _write_digests(partial: Path, *, rank: int) -> None:

@@ -39,7 +39,7 @@ class Run:
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient does; either way the examples' numbers are saved."""
     seed: int = 0
-    """Of the initial weights, of the order of the data, and of dropout."""
+    """Of the initial weights, of the order of the data, and of dropout; 0 to 2**64 - 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +172,7 @@ SECTIONS: dict[str, type[Any]] = typing.get_type_hints(Config)
 # key -> (least, most); a key that is not here may be any value of its type
 RANGES: dict[str, tuple[float, float]] = {
     "run.steps": (0, 2**31),
+    "run.seed": (0, 2**64 - 1),
     "data.buffers": (1, 1024),
     "data.accumulation": (1, 2**20),
     "data.prefetch": (0, 1024),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,7 +118,7 @@ class TrainingData:
 
     def micro_batches(self, *, epochs: int) -> int:
         """Micro-batches that each rank gets in so many epochs."""
-        return epochs * math.ceil(len(self.shards) / (self._buffers * self._world_size))
+        return epochs * len(self._loader)
 
     def check_ranks(self) -> None:
         """Refuses more ranks than buffers: some would never see an example.
@@ -133,17 +132,23 @@ class TrainingData:
                 "use fewer ranks, or pack more data or a smaller capacity"
             )
 
-    def check_model(self, config: PretrainedConfig) -> None:
+    def check_model(self, config: PretrainedConfig, *, vocabulary: int) -> None:
         """Refuses a model that these shards were not made for.
+
+        Args:
+            config: Of the model.
+            vocabulary: Words that all parts of the run together need.
 
         Raises:
             OptionError: another vocabulary, or more tokens in a buffer than the model has positions.
         """
         words = config.vocab_size
-        if words < self.vocabulary or (self._words and words > self._words + PADDED_VOCABULARY):
+        if words < vocabulary or (self._words and words > self._words + PADDED_VOCABULARY):
+            made = f"was packed with a tokenizer of {self._words} words"
+            if self._words is None or self._words < vocabulary:
+                made = f"is used with ids up to {vocabulary - 1}"
             raise OptionError(
-                f"{self.shards.path} was packed with a tokenizer of {self.vocabulary} words, the model has "
-                f"{words}: pack with the model's own tokenizer"
+                f"{self.shards.path} {made}, the model has {words} words: pack with the model's own tokenizer"
             )
         positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and self.capacity > positions:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from training import checkpoint
 from training.data import InputError, OptionError, OutputError
+from training.faults import writing
 
 FILE_BYTES = 4 * 2**30
 """A file of the export holds about so much; one file is what is in memory at a time."""
@@ -43,7 +44,7 @@ def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | 
 
     Raises:
         InputError: no checkpoint, or no tokenizer there.
-        OutputError: the output is there already.
+        OutputError: the output is there already, or the system refuses.
         OptionError: no such dtype.
     """
     place = _checkpoint(Path(source))
@@ -53,6 +54,16 @@ def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | 
     target, beside = Path(out), Path(out).with_name(f".{Path(out).name}.partial")
     if target.exists():
         raise OutputError(f"{target} exists: choose another name, or remove it")
+    with writing(target):
+        tensors, size = _write(place, beside, trainer=trainer, tokenizer=tokenizer, dtype=dtype)
+        os.replace(beside, target)
+    return f"{place} exported to {target}: {tensors} tensors, {size / 2**30:.2f} GiB"
+
+
+def _write(
+    place: Path, beside: Path, *, trainer: Mapping[str, Any], tokenizer: str | None, dtype: str | None
+) -> tuple[int, int]:
+    """Writes all files of the export; how many tensors, and their bytes."""
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
 
@@ -77,13 +88,15 @@ def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | 
     for number, tensors in enumerate(_files(place, began, tied=tied), start=1):
         name = f"model-{number:05d}.safetensors"
         ready = {key: (value.to(cast) if cast else value).contiguous() for key, value in tensors.items()}
-        save_file(ready, beside / name, metadata={"format": "pt"})
+        try:
+            save_file(ready, beside / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OutputError(f"{beside / name}: the system refuses: {error}") from error
         weight_map |= dict.fromkeys(ready, name)
         total += sum(value.nbytes for value in ready.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (beside / INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
-    os.replace(beside, target)
-    return f"{place} exported to {target}: {len(weight_map)} tensors, {total / 2**30:.2f} GiB"
+    return len(weight_map), total
 
 
 def _checkpoint(source: Path) -> Path:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from training.data import MicroBatch, PadfreeError
+from training.data import MicroBatch, OutputError, PadfreeError
 
 SIGNALLED = 85
 """Exit status of a run that SIGTERM ended after it saved a checkpoint."""
@@ -21,6 +22,22 @@ class NonFinite(PadfreeError):
 
 class Signalled(PadfreeError):
     """SIGTERM came: the run saved a checkpoint and can go on with --resume."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the system refuses within the block into one line.
+
+    Raises:
+        OutputError: names the file, or the path where the system names none, and the cause.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{error.filename or path}: the system refuses: {error.strerror or error}; make room, or choose "
+            "another place"
+        ) from error
 
 
 class Sigterm:
@@ -50,12 +67,13 @@ def report_nonfinite(
 
     Returns:
         One line that says what was seen and where the files are.
+
+    Raises:
+        OutputError: the system refuses to write them.
     """
     import torch  # not above: the command names these errors before it needs torch
 
-    folder.mkdir(parents=True, exist_ok=True)
     name = folder / f"step-{step:08d}-rank-{rank}"
-    torch.save([batch.inputs for batch in batches], name.with_suffix(".pt"))
     found = {
         "step": step,
         "loss": repr(loss),
@@ -63,5 +81,8 @@ def report_nonfinite(
         "example_ids": [batch.example_ids for batch in batches],
         "reproduce": f"each of torch.load('{name.name}.pt') is a micro-batch: the arguments of the forward",
     }
-    name.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save([batch.inputs for batch in batches], name.with_suffix(".pt"))
+        name.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return f"step {step}: loss {loss}, gradient norm {norm}; each rank's examples and batches are in {folder}"

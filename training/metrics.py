@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training.data import InputError
+from training.faults import writing
 
 FILE = "metrics.jsonl"
 
@@ -31,6 +32,9 @@ class Metrics:
             steps: The run's last step.
             done: Steps taken already.
             active: Whether this rank writes and shows.
+
+        Raises:
+            OutputError: the system refuses to write, here or later.
         """
         self._active = active
         self._steps = steps
@@ -50,7 +54,8 @@ class Metrics:
         if active:
             path = directory / FILE
             kept = [line for line in read(path) if line["step"] <= done] if done and path.exists() else []
-            self._file = path.open("w", encoding="utf-8")
+            with writing(path):
+                self._file = path.open("w", encoding="utf-8")
             for line in kept:
                 self._write(line)
 
@@ -102,8 +107,9 @@ class Metrics:
             )
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with writing(Path(self._file.name)):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -160,6 +166,7 @@ def plot(directory: str, *, out: str | None = None) -> str:
 
     Raises:
         InputError: no metrics, or matplotlib is missing.
+        OutputError: the system refuses to write it.
     """
     try:
         from matplotlib.figure import Figure
@@ -188,5 +195,6 @@ def plot(directory: str, *, out: str | None = None) -> str:
         axes.set_title(title)
         axes.grid(alpha=0.3)
     target = out or str(Path(directory) / "metrics.svg")
-    figure.savefig(target)
+    with writing(Path(target)):
+        figure.savefig(target)
     return target

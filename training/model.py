@@ -163,7 +163,7 @@ def materialise(module: nn.Module, *, model: PreTrainedModel, device: torch.devi
             if tensor.is_floating_point():
                 tensor.data.fill_(torch.nan)
         name = names[child]
-        torch.manual_seed(seed + zlib.crc32(name.encode()))
+        torch.manual_seed((seed + zlib.crc32(name.encode())) % 2**63)
         with torch.no_grad():
             model._init_weights(child)
         for key, tensor in own:

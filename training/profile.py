@@ -13,6 +13,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from training.data import OptionError
+from training.faults import writing
 
 
 class StepProfiler:
@@ -64,8 +65,9 @@ class StepProfiler:
             mfu=values.get("mfu"),
             compilations=_compilations() - self._compiled,
         )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "profile.json").write_text(json.dumps({**summary, "diagnosis": words}, indent=1))
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / "profile.json").write_text(json.dumps({**summary, "diagnosis": words}, indent=1))
         if self._trace:
             self._profiler.export_chrome_trace(str(self._folder / "trace.json.gz"))
         self._profiler = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import time
@@ -23,7 +24,7 @@ from training import checkpoint, kernels
 from training.config import Config, Precision, to_toml
 from training.cost import itemised, peak_flops, price, recomputed, work
 from training.data import MicroBatch, TrainingData
-from training.faults import NonFinite, Signalled, Sigterm, report_nonfinite
+from training.faults import NonFinite, Signalled, Sigterm, report_nonfinite, writing
 from training.fused import fuse
 from training.loss import SupervisedLoss, choose_loss
 from training.metrics import Metrics
@@ -49,9 +50,11 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
         # Shards and a model that fit each other, or one clear line.
         data, held_out = open_data(config, world)
         data.check_ranks()
-        model_config = read_config(config.model, vocabulary=data.vocabulary)
-        for part in filter(None, (data, held_out)):
-            part.check_model(model_config)
+        parts = [data, held_out] if held_out else [data]
+        vocabulary = max(part.vocabulary for part in parts)
+        model_config = read_config(config.model, vocabulary=vocabulary)
+        for part in parts:
+            part.check_model(model_config, vocabulary=vocabulary)
         steps = config.schedule.steps or -(
             -data.micro_batches(epochs=config.schedule.epochs) // config.data.accumulation
         )
@@ -95,8 +98,9 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
             load_weights(root.model, config.model.weights)
 
         if world.chief:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / "config.toml").write_text(to_toml(config), "utf-8")
+            with writing(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+                (directory / "config.toml").write_text(to_toml(config), "utf-8")
         with Metrics(directory, steps=last, done=done, active=world.chief) as metrics, Sigterm() as sigterm:
             metrics.say(summary)
             metrics.bound([dataclasses.asdict(row) for row in kernels.describe(root.model)])
@@ -117,7 +121,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                 profiler.before(step + 1)
                 started, clock = time.perf_counter(), Stopwatch(world.device)
                 # Dropout is a function of (seed, step, rank), so a checkpoint holds no random state.
-                torch.manual_seed((config.run.seed << 40) + (step << 16) + world.rank)
+                torch.manual_seed(step_seed(config.run.seed, step=step, rank=world.rank))
                 batches = list(itertools.islice(stream, config.data.accumulation))
                 lengths = [length for batch in batches for length in batch.seq_lengths]
                 real, supervised, buffers, model_flops, hardware_flops = world.sum(
@@ -207,6 +211,12 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     saver.finish()
                     raise Signalled(f"SIGTERM after step {taken} of {last}; go on with --resume")
             saver.finish()
+
+
+def step_seed(seed: int, *, step: int, rank: int) -> int:
+    """Of a step's dropout, 63 bits: another for each step and rank, whatever the run's seed."""
+    digest = hashlib.sha256(f"padfree step 1: seed {seed}, step {step}, rank {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def open_data(config: Config, world: World) -> tuple[TrainingData, TrainingData | None]:

@@ -1,5 +1,6 @@
 """Whole runs of the command: what they write, kill and resume, and what is refused before the first step."""
 
+import itertools
 import json
 import os
 import shutil
@@ -11,18 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_shards import CAPACITY, VOCABULARY, examples, some_shards, write_shards
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from packing import pack_dataset
+from packing.example import make_example
+from packing.sample import CHATS, TOKENIZER
 from packing.shards import open_shards
 from training.__main__ import main
 from training.checkpoint import newest, read_model
 from training.config import load
 from training.data import OptionError, TrainingData
 from training.metrics import read
+from training.train import step_seed
 
 RUN = """
 [data]
@@ -107,7 +113,8 @@ def test_two_ranks_come_back_by_themselves_after_one_is_killed(
     """
     run = tmp_path / "run"
     process = launch(
-        words("checkpoint.keep=0"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"
+        words("checkpoint.keep=0", "parallel.timeout=30"),
+        *("--standalone", "--nproc-per-node", "2", "--max-restarts", "4"),
     )
     wait_for(14, run=run, process=process)
     workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
@@ -259,6 +266,70 @@ def test_bad_data_is_refused(
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     refused(words(f"data.shards={damaged}"), capsys, "data-00000.arrow", "damaged")
+
+
+def test_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
+    """What `pack_dataset` writes says how many words the tokenizer has; both parts are checked with it."""
+    pack_dataset(CHATS, tokenizer=TOKENIZER, out=tmp_path / "packed", capacity=2048, eval_fraction=0.1)
+    for part in (None, "eval"):
+        data = TrainingData(str(tmp_path / "packed"), part=part, rank=0, world_size=1)
+        assert data._words == data.vocabulary == 1019
+
+
+def test_without_words_the_ids_of_both_parts_decide(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shards that don't say how many words: the largest id of train and eval together, and said so."""
+    low, high = (make_example(np.array([1, 2, top]), trained=np.ones(3, bool)) for top in (60, 80))
+    bare = write_shards(tmp_path / "bare", train=[[low]], held_out=[[high]], vocabulary=None)
+    (tmp_path / "small.json").write_text(tiny_qwen3(vocab_size=80).to_json_string(use_diff=False))
+    here = (f"data.shards={bare}", "eval.every=1", "schedule.steps=1")
+    model = f"model.config={tmp_path / 'small.json'}"
+    refused(words(*here, model), capsys, "ids up to 80", "the model has 80 words")
+    assert main(words(*here)) == 0
+
+
+def test_any_seed(words: Callable[..., list[str]], tmp_path: Path) -> None:
+    """A date and the largest seed run; each seed, step and rank has a number of its own."""
+    for seed in (20261129, 2**64 - 1):
+        assert (
+            main(words(f"run.seed={seed}", "schedule.steps=1", "checkpoint.last=false", run=str(seed))) == 0
+        )
+    places = itertools.product((0, 1, 20261129, 2**64 - 1), range(20), range(8))
+    seeds = {step_seed(seed, step=step, rank=rank) for seed, step, rank in places}
+    assert len(seeds) == 4 * 20 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_what_the_system_refuses_is_one_line(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A run directory below a file, checkpoints that are a file, a full disk: one line with the place."""
+    (tmp_path / "file").write_text("")
+    short = ("schedule.steps=2", "checkpoint.every=1")
+    refused(words(*short, run="file/run"), capsys, "file/run", "the system refuses: Not a directory")
+    for name in ("metrics.jsonl", "config.toml"):
+        (tmp_path / name / name).mkdir(parents=True)
+        here = words(*short, run=name, flags=("--resume",))
+        refused(here, capsys, name, "the system refuses: Is a directory")
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "checkpoints").write_text("")
+    refused(
+        words(*short, run="blocked", flags=("--resume",)), capsys, "blocked/checkpoints", "system refuses"
+    )
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for behind in ("false", "true"):
+            here = words(*short, f"checkpoint.background={behind}", run=f"full-{behind}")
+            refused(here, capsys, ".step-00000001.partial", "rank 0 can't write", "No space left")
+    assert main(words(*short, run="whole")) == 0
+    refused(["export", str(tmp_path / "whole"), str(tmp_path / "file" / "out")], capsys, "Not a directory")
+    refused(["plot", str(tmp_path / "whole"), "--out", str(tmp_path / "file" / "x.svg")], capsys, "refuses")
 
 
 def test_more_ranks_than_buffers_are_refused(shards: Path) -> None:

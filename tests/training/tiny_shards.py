@@ -31,10 +31,11 @@ def write_shards(
     train: Sequence[Sequence[Example]],
     held_out: Sequence[Sequence[Example]] = (),
     capacity: int = CAPACITY,
-    vocabulary: int = VOCABULARY,
+    vocabulary: int | None = VOCABULARY,
 ) -> Path:
     """A shard directory of the given buffers, and its part `eval` if there are held-out ones."""
-    with ShardWriter(out, capacity=capacity, fingerprint={"chat": {"vocabulary": vocabulary}}) as writer:
+    chat = {} if vocabulary is None else {"vocabulary": vocabulary}
+    with ShardWriter(out, capacity=capacity, fingerprint={"chat": chat}) as writer:
         if held_out:
             part = writer.part("eval")
             _write(part, held_out)
