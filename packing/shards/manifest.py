@@ -26,6 +26,7 @@ The encoding version, raised when the same input would give other tokens, is par
 """
 
 MANIFEST, RUN, EXAMPLES, REJECTS = "manifest.json", "run.json", "examples.parquet", "rejects.jsonl"
+FOR_DATASETS = ("dataset_info.json", "state.json")
 
 COLUMNS = {"input_ids": "int32", "labels": "int32", "seq_lengths": "int32", "example_ids": "int64"}
 

@@ -20,6 +20,7 @@ from packing.errors import OptionError, ShardError
 from packing.example import Example
 from packing.shards.manifest import (
     EXAMPLES,
+    FOR_DATASETS,
     MANIFEST,
     REJECTS,
     Remembered,
@@ -101,8 +102,9 @@ class _Shard:
 class ShardSet:
     """A shard directory for reading: buffers by number, as views of the mapped files.
 
-    Opening reads the manifest and looks at each file's size. A data file is mapped, and its digest checked
-    unless it was before, when its first buffer is asked for.
+    Opening reads the manifest, looks at each file's size, and checks the digests of the two small files that
+    only `datasets` reads. A data file is mapped, and its digest checked unless it was before, when its first
+    buffer is asked for.
 
     Attributes:
         path: The directory.
@@ -127,6 +129,8 @@ class ShardSet:
         self._remembered = Remembered(self.manifest["digest"]) if remember else None
         for name, entry in self.manifest["files"].items():
             self._check_size(name, entry["bytes"])
+            if name in FOR_DATASETS:
+                self._checked(name)
         names = (name for name in self.manifest["files"] if name.startswith("data-"))
         self._names = sorted(names, key=lambda name: (len(name), name))  # data-100000 after data-99999
         self._first = [0]

@@ -332,6 +332,15 @@ def test_a_file_that_is_not_listed_is_named(directory: Path, name: str) -> None:
         verify(directory)
 
 
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
+def test_damage_to_what_only_datasets_reads_is_seen_at_once(directory: Path, name: str) -> None:
+    """Opening a set checks the files that no read of ours would: a flipped bit names the file."""
+    flip(directory / name, 5)
+    with pytest.raises(ShardError, match=rf"{name} is damaged"):
+        open_shards(directory)
+    assert len(open_shards(directory, verify=False)) == len(BINS)
+
+
 def test_parts_are_checked(directory: Path, tmp_path: Path) -> None:
     """A part that is missing, damaged or another set's is seen by verify."""
     shutil.move(directory / "eval", tmp_path / "kept")
