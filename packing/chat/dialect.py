@@ -32,6 +32,7 @@ class Note(StrEnum):
     THINK_BLOCK = "think_block_moved_to_reasoning"  # an inline block became `reasoning_content`
     THINK_TEXT = "think_tag_kept_as_text"
     TOKEN_ACROSS_START = "token_across_span_start"  # not trained
+    SPACE_CUT = "white_space_behind_eos_cut"  # of plain text
     TOKEN_ACROSS_END = "token_across_span_end"  # trained
 
 
@@ -192,12 +193,16 @@ def to_json(value: Any, what: str) -> str:
 
 
 def _add_call_ids(messages: Sequence[dict[str, Any]], notes: list[str]) -> None:
-    """Ids of nine characters, counted through the conversation, for calls without; replies take them in
-    the order of the calls.
+    """Ids of nine characters, counted through the conversation, for calls without; replies without take
+    them in the order of the calls.
+
+    Raises:
+        RowRejected: a reply names no call that waits for one.
     """
     waiting: list[str] = []
     count = 0
-    for message in messages:
+    named = {message.get("tool_call_id") for message in messages}
+    for number, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
             if "id" not in call:
                 call["id"] = f"call{count:05d}"
@@ -205,4 +210,12 @@ def _add_call_ids(messages: Sequence[dict[str, Any]], notes: list[str]) -> None:
             waiting.append(call["id"])
             count += 1
         if message["role"] == "tool" and waiting:
-            message.setdefault("tool_call_id", waiting.pop(0))
+            if "tool_call_id" not in message:
+                free = [name for name in waiting if name not in named]
+                message["tool_call_id"] = (free or waiting)[0]
+            if message["tool_call_id"] not in waiting:
+                raise RowRejected(
+                    Reason.BAD_TOOLS,
+                    f"message {number} replies to {str(message['tool_call_id'])[:40]!r}, no call's id",
+                )
+            waiting.remove(message["tool_call_id"])

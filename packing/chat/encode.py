@@ -29,9 +29,6 @@ from packing.messages import clean, read_message, read_tools
 ENCODING_VERSION = 1
 """Raised when the same conversation would give other tokens or another mask than before."""
 
-WHITE = ("Ġ", "Ċ", "ĉ", "▁", " ")
-"""How the white space at a token's beginning is written."""
-
 TrainOn = Literal["assistant", "last", "all", "completion"]
 
 
@@ -262,7 +259,8 @@ class ChatEncoder:
             results[number].append(self._check_ids(conversation.example))
         elif conversation.text is not None:
             text = self._check_plain(conversation.text)
-            drafts.append(_Draft(number=number, text=text, notes=list(conversation.notes)))
+            notes = [*conversation.notes, *([Note.SPACE_CUT] if text != conversation.text else [])]
+            drafts.append(_Draft(number=number, text=text, notes=notes))
         else:
             drafts += self._draft_chat(conversation, number)
 
@@ -512,14 +510,18 @@ def token_at(encoding: Any, place: int, length: int, *, trimmed: bool) -> tuple[
         while token < len(encoding) and encoding.token_to_chars(token)[0] < place:
             token += 1
         return token, True
-    if (
-        trimmed
-        and place
-        and encoding.char_to_token(place - 1) is None
-        and encoding.tokens[token][:1] in WHITE
-    ):
-        return token + 1, True
-    return token, False
+    across = False
+    while trimmed and token < len(encoding) and _begin(encoding, token) < place:
+        across = encoding.token_to_chars(token)[1] > place
+        token += 1
+    return token, across
+
+
+def _begin(encoding: Any, token: int) -> int:
+    """Where a token begins whose place leaves out the spaces that it begins with."""
+    text: str = encoding.tokens[token]
+    begin: int = encoding.token_to_chars(token)[0]
+    return begin - len(text) + len(text.lstrip("Ġ"))
 
 
 def encode_chat(

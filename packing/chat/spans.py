@@ -10,7 +10,6 @@ can only refuse. What they let through is explained to the last character:
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +61,7 @@ def find_turns(
     except ScatteredError as error:
         raise _uncertain(error.message, "its text stands in several places, or not in their order") from error
     _check_texts(render, places, messages, calibration, turns.notes)
+    _check_ambiguous(render, messages, tools, template, calibration)
     if tools:
         _check_tools(render, places, messages, tools, calibration)
     marks = _marks(render, places, messages) if calibration.marked else {}
@@ -113,6 +113,42 @@ def _check_texts(
             notes.append(Note.SYSTEM_MOVED)
 
 
+def _check_ambiguous(
+    render: Render,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    template: ChatTemplate,
+    calibration: Calibration,
+) -> None:
+    """A text that the template has itself, such as a user's "user", is printed beside the template's own.
+
+    Costs a render, of rows with such a text.
+    """
+    found = {
+        number: text
+        for number, message in enumerate(messages)
+        if message["role"] != "assistant"
+        and (text := message["content"].strip())
+        and (
+            text in template.source
+            or text in "system user tool assistant"
+            or (calibration.displaced and any(text in m["content"] for m in messages if m is not message))
+        )
+    }
+    if not found:
+        return
+    exchanged = [{**m, "content": "\xa4" * (n + 1)} if n in found else {**m} for n, m in enumerate(messages)]
+    try:
+        other = template.render(exchanged, tools=tools).text
+    except RENDER_ERRORS as error:
+        what = " ".join(str(error).split())[:100]
+        raise _uncertain(min(found), f"the row does not render with other texts ({what})") from error
+    for number, text in found.items():
+        wanted = sum(messages[n]["content"].count(text) for n in found)
+        if not any(render.text.count(form) - other.count(form) >= wanted for form in _forms(text)):
+            raise _lost(number, f"the {messages[number]['role']}'s text is left out or changed")
+
+
 def _elsewhere(render: Render, places: Sequence[Place | None], messages: Sequence[Message]) -> Iterator[str]:
     """What is printed for no message, and with the others' messages beside their own text."""
     for start, end, number in render.pieces:
@@ -123,32 +159,40 @@ def _elsewhere(render: Render, places: Sequence[Place | None], messages: Sequenc
             yield render.text[slice(*place)].replace(message["content"].strip() or "\0", "\0", 1)
 
 
-def _forms(value: Any) -> Iterator[str]:
+def _forms(value: Any) -> tuple[str, ...]:
     """How templates write a text or another JSON value: as it is, or within quotes of some language."""
     if isinstance(value, str):
         escaped = json.dumps(value, ensure_ascii=False)[1:-1]
-        yield value
-        yield escaped
-        yield escaped.replace('\\"', '"').replace("'", "\\'")
-        yield json.dumps(value)[1:-1]
-        yield repr(value)[1:-1]
-    else:
-        yield json.dumps(value)
-        yield str(value)
+        return (
+            value,
+            escaped,
+            escaped.replace('\\"', '"').replace("'", "\\'"),
+            json.dumps(value)[1:-1],
+            repr(value)[1:-1],
+        )
+    return (json.dumps(value), str(value))
 
 
 def _printed(value: Any, text: str) -> bool:
     return (isinstance(value, str) and value in text) or any(form in text for form in _forms(value))
 
 
-def _count(name: str, text: str) -> int:
-    """How often a name stands in a text as a word of its own: "f" is not in "function"."""
-    return len(_word(name).findall(text))
+def _count(word: str, text: str) -> int:
+    """How often a word stands in a text on its own: "f" is not in "function"."""
+    count, place = 0, text.find(word) if word else -1
+    starts, ends = _is_letter(word[:1]), _is_letter(word[-1:])
+    while place >= 0:
+        end = place + len(word)
+        inside = (starts and _is_letter(text[place - 1 : place])) or (
+            ends and _is_letter(text[end : end + 1])
+        )
+        count += not inside
+        place = text.find(word, place + 1 if inside else end)
+    return count
 
 
-@functools.lru_cache(maxsize=4096)
-def _word(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+def _is_letter(letter: str) -> bool:
+    return letter.isalnum() or letter == "_"
 
 
 def _check_tools(
@@ -354,8 +398,13 @@ class _Turn:
 
     def _check_calls(self, said: str, answer: str, shown: bool) -> None:
         """Each call is printed, and nothing else stands in front of what is said."""
+        parts: list[tuple[str, ...]] = [(text,) for text in (answer, self.reasoning if shown else "") if text]
         for call in self.calls:
-            self._check_call(call, said)
+            function = call["function"]
+            parts.append((function["name"],))
+            parts += map(_forms, leaves(function["arguments"]))
+        for call in self.calls:
+            self._check_call(call, said, parts)
         first = self.calls[0]["function"]["name"]
         texts = {"reasoning": self.reasoning if shown else "", "answer": answer, "call": first}
         if not self.calibration.marked and not any(
@@ -368,13 +417,24 @@ class _Turn:
                 self.number, f"its turn with calls begins {said.strip()[:60]!r}, as no probe does"
             )
 
-    def _check_call(self, call: Mapping[str, Any], said: str) -> None:
+    def _check_call(self, call: Mapping[str, Any], said: str, texts: Sequence[tuple[str, ...]]) -> None:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if _count(name, said) < sum(other["function"]["name"] == name for other in self.calls):
             raise _lost(self.number, f"a call of {name!r} is left out")
-        for leaf in [arguments] if isinstance(arguments, str) else _leaves(arguments):
-            if not _printed(leaf, said):
+        for leaf in [arguments] if isinstance(arguments, str) else leaves(arguments):
+            if leaf != "" and not self._says(leaf, said, texts):
                 raise _lost(self.number, f"{str(leaf)[:60]!r} in a call of {name!r} is left out or changed")
+
+    def _says(self, leaf: Any, said: str, texts: Sequence[tuple[str, ...]]) -> bool:
+        """Whether a key or value is printed as often as all of the turn's own texts together have it.
+
+        Each text is printed once, at a place of its own, so one that is left out makes the count too small.
+        """
+        return any(
+            _count(form, said)
+            >= max(1, sum(_count(form, forms[kind] if kind < len(forms) else forms[-1]) for forms in texts))
+            for kind, form in enumerate(_forms(leaf))
+        )
 
 
 def _begins(said: str, opening: str, text: str) -> bool:
@@ -383,7 +443,7 @@ def _begins(said: str, opening: str, text: str) -> bool:
     return begun.startswith(opening) and begun[len(opening) :].lstrip().startswith(text)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
     """Each key, and each value that is no container."""
     waiting = [value]
     while waiting:

@@ -505,3 +505,23 @@ def test_a_tokenizer_is_loaded_as_its_file_says(tmp_path, monkeypatch):
 def test_the_fingerprint_names_the_vocabulary(tokenizer):
     """The trainer compares the model's vocabulary with it."""
     assert ChatEncoder(tokenizer).fingerprint()["vocabulary"] == len(tokenizer)
+
+
+def test_white_space_that_an_answer_begins_with_is_trained(tokenizer):
+    """Where offsets leave out a token's spaces too, an answer's first newline is no part of the header."""
+    from tokenizers.processors import ByteLevel
+
+    source = (
+        T["chatml"]
+        .replace("['role'] + '\\n'", "['role'] + ' '")
+        .replace("nt\\n' }}{% endif", "nt ' }}{% endif")
+    )
+    assert source.count("\\n") == 1
+    talk = [TALK[1], {"role": "assistant", "content": "\n\ntwo"}]
+    texts = []
+    for trim in (False, True):
+        trimming = pickle.loads(pickle.dumps(tokenizer))
+        trimming.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trim)
+        texts.append(trained(encode_chat(talk, trimming, chat_template=source), trimming))
+    assert texts[0] == texts[1]
+    assert texts[1].endswith("\n\ntwo<|im_end|>")

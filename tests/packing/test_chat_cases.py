@@ -780,3 +780,68 @@ def test_marks_around_a_header_are_refused(tokenizer, old, new):
         ChatEncoder(tokenizer, options=ChatOptions(chat_template=source))
     found = audit(tokenizer, options=ChatOptions(chat_template=source))
     assert found.exit_code == 1
+
+
+# Texts that are found by chance
+
+
+@pytest.mark.parametrize(
+    ("kept", "arguments"),
+    [
+        ("{'x': c.function.arguments.x}", {"x": "hi", "h": "hi"}),
+        ("{'axis': c.function.arguments.x}", {"x": "axis", "i": "x"}),
+        ("{'x': c.function.arguments.x}", {"x": "y", "f": 1}),
+    ],
+)
+def test_a_dropped_argument_is_noticed(tokenizer, kept, arguments):
+    """Its key and value stand elsewhere in the turn, within a word or as another's."""
+    plain = (
+        "{%- for c in m.tool_calls or [] %}{{- '<call>' + c.function.name + '\\n' }}"
+        "{{- ARGS | tojson if 'wombat' not in c.function.arguments else c.function.arguments | tojson }}"
+        "{{- '</call>' }}{%- endfor %}"
+    )
+    source = T["chatml"].replace("m['content'] +", "m['content'] }}" + plain + "{{- ", 1)
+    assert source != T["chatml"]
+    options = {"chat_template": source.replace("ARGS", "c.function.arguments")}
+    talk = [u("q"), a("", tool_calls=[call(arguments, name="look_up")])]
+    encode_chat(talk, tokenizer, **options)
+    with pytest.raises(RowRejected) as caught:
+        encode_chat(talk, tokenizer, chat_template=source.replace("ARGS", kept))
+    assert caught.value.reason is Reason.TEXT_LOST
+
+
+@pytest.mark.parametrize("word", ["user", "im_end", "start"])
+def test_a_dropped_text_that_the_template_has_too_is_noticed(tokenizer, word):
+    """A user's "user" that is not printed is not the one of the header."""
+    talk = [u(word), a("yo")]
+    assert encode_chat(talk, tokenizer, chat_template=T["chatml"]).messages
+    source = T["chatml"].replace("m['content']", f"(m.content if m.content != '{word}' else '')", 1)
+    assert source != T["chatml"]
+    with pytest.raises(RowRejected) as caught:
+        encode_chat(talk, tokenizer, chat_template=source)
+    assert caught.value.reason is Reason.TEXT_LOST
+
+
+def test_given_and_added_call_ids_go_together(tokenizer):
+    """A reply that names its call takes that id from those that wait; one that names none is refused."""
+    calls = [call({"x": 1}), {**call({"x": 2}), "id": "given0001"}]
+
+    def ids(*replies):
+        talk = [u("q"), a("", tool_calls=calls), *replies, a("done")]
+        example = encode_chat(talk, tokenizer, chat_template=T["call_ids"])
+        return [m["tool_call_id"] for m in example.messages if m["role"] == "tool"]
+
+    named = {**tool("two"), "tool_call_id": "given0001"}
+    assert ids(named, tool("one")) == ["given0001", "call00000"]
+    assert ids(tool("one"), named) == ["call00000", "given0001"]
+    with pytest.raises(RowRejected) as caught:
+        ids({**named, "tool_call_id": "other0001"}, tool("one"))
+    assert caught.value.reason is Reason.BAD_TOOLS
+
+
+def test_white_space_cut_behind_eos_is_noted(tokenizer):
+    """Plain text that ends in EOS and white space loses that, and says so."""
+    (example,) = ChatEncoder(tokenizer).encode(Conversation(text="abc</s>\n"))
+    assert Note.SPACE_CUT in example.notes
+    (example,) = ChatEncoder(tokenizer).encode(Conversation(text="abc</s>"))
+    assert not example.notes
