@@ -321,7 +321,7 @@ def test_a_missing_or_cut_file_is_seen_at_once(directory: Path, name: str, chang
 
 @pytest.mark.parametrize("name", ["data-00009.arrow", "eval/data-00001.arrow", "notes"])
 def test_a_file_that_is_not_listed_is_named(directory: Path, name: str) -> None:
-    """A file or folder beside the listed ones is a fault, in a part too; a missing run.json and `datasets`' cache are none."""
+    """A file or folder not listed is a fault, in a part too; `datasets`' cache and no run.json are none."""
     (directory / "run.json").unlink()
     (directory / "cache-cafd8c33c11ccd63.arrow").write_bytes(b"what a map left")
     verify(directory)
