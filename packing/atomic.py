@@ -1,9 +1,10 @@
 """A folder that appears whole or not at all, by one writer at a time.
 
-The folder NAME is written as `.NAME.padfree-partial` beside it and renamed when whole. Whoever holds the
-lock on the file `.lock` in the partial folder owns it; the kernel drops the lock when the owner dies, so the
-next writer can tell what is stale and removes it. A folder that is replaced waits as `.NAME.padfree-old`
-until the new one is in place; if the writer dies between the two renames, the next writer puts it back.
+The folder NAME is written as `.NAME.padfree-partial` beside it and renamed when whole. Only who holds the
+lock on the file `.NAME.padfree-lock` may write, rename or remove; the kernel drops the lock when the owner
+dies, so the next writer can tell what is stale and removes it. A folder that is replaced waits as
+`.NAME.padfree-old` until the new one is in place; if the writer dies between the two renames, the next
+writer puts it back.
 
 Not for object stores, and without fsync: after a power cut a file's content may be missing, which readers
 notice by its digest.
@@ -15,12 +16,10 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from packing.errors import OutputError
-
-_LOCK = ".lock"
 
 
 @contextmanager
@@ -37,13 +36,13 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(f"{place}: can't write: {error.strerror or error}; nothing was kept") from error
 
 
-def _old(target: Path) -> Path:
-    return target.with_name(f".{target.name}.padfree-old")
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.padfree-{kind}")
 
 
 def interrupted(target: Path) -> Path | None:
     """Where the folder waits that was being replaced at `target` when the writer died; None if it was not."""
-    old = _old(Path(os.path.realpath(target)))
+    old = _beside(Path(os.path.realpath(target)), "old")
     return old if old.is_dir() and not os.path.lexists(target) else None
 
 
@@ -62,8 +61,9 @@ class AtomicFolder:
 
     def __init__(self, target: str | Path, *, force: bool, may_replace: Callable[[Path], bool]) -> None:
         self.target = Path(os.path.realpath(target))
-        self.path = self.target.with_name(f".{self.target.name}.padfree-partial")
-        self._old = _old(self.target)
+        self.path = _beside(self.target, "partial")
+        self._old = _beside(self.target, "old")
+        self._lock_path = _beside(self.target, "lock")
         self._force = force
         self._may_replace = may_replace
         with writing(self.target):
@@ -72,6 +72,7 @@ class AtomicFolder:
                 self._restore()
                 self._check_target()
                 self._clear()
+                os.mkdir(self.path)
             except BaseException:
                 self.discard()
                 raise
@@ -94,8 +95,6 @@ class AtomicFolder:
                 shutil.rmtree(self._old)
             else:
                 os.rename(self.path, self.target)
-            # Only now: without its lock file the partial folder would look ownerless to another writer.
-            os.unlink(self.target / _LOCK)
             self._release()
 
     def discard(self) -> None:
@@ -104,17 +103,16 @@ class AtomicFolder:
         Raises:
             OutputError: the system refuses.
         """
-        if self._lock is None:
-            return
-        with writing(self.path):
-            self._clear()
-            os.unlink(self.path / _LOCK)
-            with suppress(OSError):  # another writer may have taken the name this instant
-                os.rmdir(self.path)
-            self._release()
+        if self._lock is not None:
+            with writing(self.path):
+                try:
+                    self._clear()
+                finally:
+                    self._release()
 
     def _release(self) -> None:
         if self._lock is not None:
+            self._lock_path.unlink(missing_ok=True)
             os.close(self._lock)
         self._lock = None
 
@@ -130,15 +128,13 @@ class AtomicFolder:
 
     def _own(self) -> int:
         """Takes the lock and returns its descriptor."""
+        os.makedirs(self.target.parent, exist_ok=True)
         while True:
-            os.makedirs(self.path, exist_ok=True)
-            try:
-                lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o666)
-            except FileNotFoundError:
-                continue  # its owner has just renamed or removed the folder
+            lock = os.open(self._lock_path, os.O_CREAT | os.O_RDWR, 0o666)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock), os.stat(self.path / _LOCK)):
+                # Between the two calls its owner may have finished, and removed the file that we opened.
+                if os.path.samestat(os.fstat(lock), os.stat(self._lock_path)):
                     return lock
             except BlockingIOError:
                 os.close(lock)
@@ -159,8 +155,5 @@ class AtomicFolder:
             os.rename(self._old, self.target)
 
     def _clear(self) -> None:
-        for entry in list(os.scandir(self.path)):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            elif entry.name != _LOCK:
-                os.unlink(entry.path)
+        if os.path.lexists(self.path):
+            shutil.rmtree(self.path)

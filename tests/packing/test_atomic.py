@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -102,7 +101,7 @@ def test_a_dead_writers_folder_is_taken_over(tmp_path: Path) -> None:
     first.stdout.readline()
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    assert os.listdir(tmp_path) == [".set.padfree-partial"]
+    assert sorted(os.listdir(tmp_path)) == [".set.padfree-lock", ".set.padfree-partial"]
     with pytest.raises(ShardError, match="no such directory"):
         open_shards(out)
     make_set(out, [[1]])
@@ -141,29 +140,26 @@ def test_a_race(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["set"]
 
 
-@pytest.mark.parametrize("renamed", [True, False])
-def test_a_folder_taken_away_while_locking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
-) -> None:
-    """If the owner publishes or discards between our opening the lock and taking it, we begin anew.
+def test_a_lock_removed_while_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the owner finishes between our opening the lock file and locking it, we begin anew.
 
-    Else two writers would own one folder, or one would own a folder that is published.
+    Else we would hold a lock that nobody else can see, and two writers would own one folder.
     """
-    partial = tmp_path / ".set.padfree-partial"
     plain, taken = fcntl.flock, []
 
     def late(lock: int, operation: int) -> None:
         if not taken:
-            partial.rename(tmp_path / "published") if renamed else shutil.rmtree(partial)
+            (tmp_path / ".set.padfree-lock").unlink()
         taken.append(lock)
         plain(lock, operation)
 
     monkeypatch.setattr(atomic.fcntl, "flock", late)
     folder = AtomicFolder(tmp_path / "set", force=False, may_replace=lambda _: False)
     assert len(taken) == 2
-    (folder.path / "file").write_text("ours")
+    with pytest.raises(OutputError, match="another process"):
+        AtomicFolder(tmp_path / "set", force=False, may_replace=lambda _: False)
     folder.publish()
-    assert (tmp_path / "set" / "file").read_text() == "ours"
+    assert os.listdir(tmp_path) == ["set"]
 
 
 def test_a_rename_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
