@@ -23,11 +23,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -561,23 +561,28 @@ def _ahead(batches: Iterator[Batch], *, count: int) -> Generator[Batch]:
         return
     # Queues written in C: taking a batch costs 45 µs on a cold cache, 110 with futures.
     wanted: SimpleQueue[bool] = SimpleQueue()
-    made: SimpleQueue[Batch | None] = SimpleQueue()
+    made: SimpleQueue[Batch | Exception | None] = SimpleQueue()
 
     def make() -> None:
         try:
             while wanted.get() and (batch := next(batches, None)) is not None:
                 made.put(batch)
-        finally:
-            made.put(None)  # the end, or an error that `task` holds
+            made.put(None)
+        except Exception as error:  # noqa: BLE001 - raised again below, in the caller's thread
+            made.put(error)
 
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="padfree-prefetch") as pool:
-        task = pool.submit(make)
-        for _ in range(count):
+    # A daemon: Python joins any other thread when it exits, so a process that ended by an error, its
+    # iterator still alive, would wait for this one for good.
+    thread = Thread(target=make, name="padfree-prefetch", daemon=True)
+    thread.start()
+    for _ in range(count):
+        wanted.put(True)
+    try:
+        while (item := made.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
             wanted.put(True)
-        try:
-            while (batch := made.get()) is not None:
-                wanted.put(True)
-                yield batch
-        finally:
-            wanted.put(False)
-        task.result()
+            yield item
+    finally:
+        wanted.put(False)
+        thread.join()

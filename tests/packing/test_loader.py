@@ -3,6 +3,8 @@
 import hashlib
 import itertools
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -708,3 +710,19 @@ def test_a_set_without_buffers(tmp_path: Path) -> None:
     """A set in which nothing was packed is said to be empty, not an endless or empty loop."""
     with pytest.raises(ShardError, match="no buffers"):
         PackedDataLoader(make_set(tmp_path / "set", []))
+
+
+def test_a_process_ends_while_its_iterator_lives(directory: Path) -> None:
+    """A script, or one that failed, exits although batches are made ahead for an iterator still alive."""
+    program = (
+        "import sys\nfrom packing.loader import PackedDataLoader\n"
+        "ahead = iter(PackedDataLoader(sys.argv[1], prefetch=2))\nnext(ahead)\nprint('done')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

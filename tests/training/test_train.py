@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -102,41 +101,6 @@ def test_killed_and_resumed_run_has_the_losses_of_one_never_stopped(
     assert list(whole) == list(range(1, 31))
     assert len(set(whole.values())) == 30
     assert losses(tmp_path / "cut") == whole
-
-
-def test_two_ranks_come_back_by_themselves_after_one_is_killed(
-    words: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    """With --max-restarts, the second life repeats the first's losses bit for bit from the checkpoint on.
-
-    And one rank that takes two buffers a step goes on with their order, to fp32 tolerance.
-    """
-    run = tmp_path / "run"
-    process = launch(
-        words("checkpoint.keep=0", "parallel.timeout=30"),
-        *("--standalone", "--nproc-per-node", "2", "--max-restarts", "4"),
-    )
-    wait_for(14, run=run, process=process)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-    os.kill(int(workers.stdout.split()[1]), signal.SIGKILL)
-    first_life = losses(run)
-    for later in (run / "checkpoints").glob("step-*"):
-        if later.name > "step-00000004":
-            shutil.rmtree(later)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    second_life = losses(run)
-    assert list(second_life) == list(range(1, 31))
-    assert 14 <= max(first_life) < 30
-    assert {step: second_life[step] for step in first_life} == first_life
-    assert output.count("step 5/30  loss") == 2
-
-    for later in (run / "checkpoints").glob("step-*"):
-        if later.name > "step-00000028":
-            shutil.rmtree(later)
-    assert main(words("data.accumulation=2", flags=("--resume",))) == 0
-    found = losses(run)
-    assert [found[29], found[30]] == pytest.approx([second_life[29], second_life[30]], rel=1e-4)
 
 
 def test_a_run_directory_tells_all(words: Callable[..., list[str]], tmp_path: Path, shards: Path) -> None:
