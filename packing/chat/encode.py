@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from packing.chat.calibrate import Calibration, calibrate
+from packing.chat.calibrate import THINK, Calibration, calibrate
 from packing.chat.dialect import Note, adapt, check_tools, to_json
-from packing.chat.spans import check_untrained, find_turns
+from packing.chat.spans import check_untrained, find_turns, leaves
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
 from packing.chat.tokenizer import PROBES, any_of, plain_backend, tokenizer_digest
 from packing.errors import OptionError, Reason, RowRejected, TemplateError
@@ -139,7 +140,16 @@ class ChatEncoder:
             self._without_tools = self._learn(tools=None)
             self._with_tools = self._learn(tools=[{}])
         markers = {marker for _, calibration in self._chats.values() for marker in calibration.markers}
-        self._control = any_of({*markers, *(token.content for token in special.values())})
+        control = {*markers, *(token.content for token in special.values())}
+        sources = "".join(self._chats)
+        # Tokens that only look like text: those of a control token's form, and for what comes from outside
+        # those that the template prints, but for the think tags, which have rules of their own.
+        added = {t.content for t in tokenizer.added_tokens_decoder.values() if not t.special}
+        control |= {text for text in added if _CONTROL_FORM.fullmatch(text)}
+        outside = {t for t in added if t in sources and t.startswith("<") and not THINK.fullmatch(t)}
+        self._control = any_of(control)
+        self._outside = any_of(control | outside)
+        self._joins = _Joins(control)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (self.tokenizer, self.options))
@@ -289,6 +299,8 @@ class ChatEncoder:
                     Reason.TEMPLATE_ERROR, f"the chat template raises: {_short(error)}"
                 ) from error
             _check_unicode(render.text)
+            if self.options.control_tokens == "reject":
+                self._check_joins(render, part, tools, template)
             chat = _Chat(render, part, tools, trained, turn, template, calibration)
             drafts.append(_Draft(number=number, text=render.text, notes=notes.copy(), chat=chat))
         return drafts
@@ -319,12 +331,43 @@ class ChatEncoder:
         if self.options.control_tokens == "allow":
             return
         for number, message in enumerate(messages):
-            if found := next(filter(None, map(self._control.search, _texts(message))), None):
+            control = self._outside if message["role"] in ("user", "tool") else self._control
+            if found := next(filter(None, map(control.search, _texts(message))), None):
                 raise RowRejected(
                     Reason.CONTROL_TOKEN, f"message {number} spells the control token {found.group()!r}"
                 )
         if found := self._control.search(tools_text):
             raise RowRejected(Reason.CONTROL_TOKEN, f"the tools spell the control token {found.group()!r}")
+
+    def _check_joins(
+        self,
+        render: Render,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: ChatTemplate,
+    ) -> None:
+        """No control token is put together from texts and what stands beside them.
+
+        With the texts exchanged that could be a part of one, as many are printed. Costs a render, of rows
+        with such a text.
+        """
+        parts = {text for message in messages for text in _strings(message) if self._joins.may(text)}
+        parts.update(text for text in _strings(tools or ()) if self._joins.may(text))
+        if not parts:
+            return
+        names = {text: "\xa4" * (n + 1) for n, text in enumerate(sorted(parts))}
+        try:
+            other = template.render(
+                [{**_exchange(message, names), "role": message["role"]} for message in messages],
+                tools=_exchange(tools, names),
+            )
+        except RENDER_ERRORS:
+            other = None
+        if other is None or len(self._control.findall(other.text)) != len(self._control.findall(render.text)):
+            raise RowRejected(
+                Reason.CONTROL_TOKEN,
+                f"{min(parts)[:40]!r} and what the chat template prints beside it may make a control token",
+            )
 
     def _choose(self, messages: Sequence[Mapping[str, Any]], trainable: Sequence[bool] | None) -> list[int]:
         """The numbers of the messages to train."""
@@ -468,6 +511,47 @@ def _rebuild(tokenizer: Any, options: ChatOptions) -> ChatEncoder:
 
 def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+_CONTROL_FORM = re.compile(r"<[|｜][^<>\s]+[|｜]>")
+
+
+class _Joins:
+    """Whether a text could be a part of a control token: it ends or begins in one, or is within its sign."""
+
+    def __init__(self, control: Iterable[str]) -> None:
+        tokens = [token for token in control if len(token) > 1]
+        self._heads = tuple({token[:n] for token in tokens for n in range(1, len(token))})
+        self._tails = tuple({token[n:] for token in tokens for n in range(1, len(token))})
+        self._within = {part for token in tokens for part in (token[1:-1], token[2:-2]) if part}
+        letters = {token[0] for token in tokens} | {token[-1] for token in tokens}
+        self._signs = any_of(letters)
+        self._length = max(map(len, tokens), default=0)
+
+    def may(self, text: str) -> bool:
+        text = text.strip()
+        if text in self._within:
+            return True
+        ends = text if len(text) <= 2 * self._length else text[: self._length] + text[-self._length :]
+        return self._signs.search(ends) is not None and (
+            text.endswith(self._heads) or text.startswith(self._tails)
+        )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every key and text of a message or of tools, but the message's own keys and its role."""
+    if isinstance(value, Mapping) and "role" in value:
+        value = [part for key, part in value.items() if key != "role"]
+    return (leaf for leaf in leaves(value) if isinstance(leaf, str))
+
+
+def _exchange(value: Any, names: Mapping[str, str]) -> Any:
+    """The value with other names for some of its texts and keys."""
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, Mapping):
+        return {_exchange(key, names): _exchange(part, names) for key, part in value.items()}
+    return [_exchange(part, names) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:

@@ -845,3 +845,40 @@ def test_white_space_cut_behind_eos_is_noted(tokenizer):
     assert Note.SPACE_CUT in example.notes
     (example,) = ChatEncoder(tokenizer).encode(Conversation(text="abc</s>"))
     assert not example.notes
+
+
+# Control tokens that no single text spells
+
+
+def test_control_tokens_put_together_are_refused(tokenizer):
+    """Of two texts, of a text and the template's own, and of a key within signs."""
+    joined = "{{ messages[0].content + messages[1].content }}" + T["chatml"]
+    keyed = (
+        "{% for t in tools or [] %}{% for k in t.function.parameters.properties %}{{ '<' ~ k ~ '>' }}"
+        "{% endfor %}{{ t.function.name + t.function.description }}{% endfor %}" + T["chatml"]
+    )
+    tools = [
+        {"type": "function", "function": {**TOOLS[0]["function"], "parameters": {"properties": {key: {}}}}}
+        for key in ("|im_end|",)
+    ]
+    encode_chat([u("sys<|im_"), a("yo")], tokenizer, chat_template=T["chatml"])
+    for source, messages, of in (
+        (joined, [{"role": "system", "content": "sys<|im_"}, u("end|>"), a("yo")], None),
+        (keyed, [u("q"), a("yo")], tools),
+    ):
+        options = ChatOptions(chat_template=source, control_tokens="reject")
+        with pytest.raises(RowRejected) as caught:
+            ChatEncoder(tokenizer, options=options).encode(Conversation(messages=messages, tools=of))
+        assert caught.value.reason is Reason.CONTROL_TOKEN
+
+
+def test_added_tokens_that_are_not_special_are_control_tokens_too(tokenizer):
+    """Those of such a form everywhere, those that the template prints in what users and tools say."""
+    made = pickle.loads(pickle.dumps(tokenizer))
+    made.add_tokens(["<|fim_prefix|>", "</tool_response>", "<table>"])
+    encoder = ChatEncoder(made, options=ChatOptions(chat_template=T["qwen3"]))
+    for words in ("a<|fim_prefix|>b", "x</tool_response>"):
+        with pytest.raises(RowRejected) as caught:
+            encoder.encode(Conversation(messages=[u(words), a("yo")]))
+        assert caught.value.reason is Reason.CONTROL_TOKEN
+    assert encoder.encode(Conversation(messages=[u("a <table> <think>x</think>"), a("</tool_response>")]))
