@@ -332,7 +332,7 @@ class _Turn:
         first, last = marks[0], marks[-1]
         if self.text[first.start : self._header_end()].strip():
             raise _uncertain(self.number, "the {% generation %} mark covers the turn's header")
-        if end is not None and self.text[end[1] : last.end].strip():
+        if end is not None and self.text[end[1] : min(last.end, self.place[1])].strip():
             raise _uncertain(self.number, "the {% generation %} mark goes on behind the turn's end")
         if end is None:
             notes.append(Note.NO_END)

@@ -116,7 +116,22 @@ def test_masks_agree_with_marks_that_others_wrote(name):
     assert theirs.keys() <= CONVENTIONS[name]
 
 
-@pytest.mark.parametrize("name", [name for name in PAIRS if name not in REFUSED])
+MARKS_HEADERS = ("deepseek_r1_distill", "deepseekv3", "gptoss", "muse_glimmer")
+
+
+@pytest.mark.parametrize("name", MARKS_HEADERS)
+def test_marks_that_cover_the_header_are_refused(name):
+    """Where TRL's marks train what the model is given, none of its turns is taken as marked."""
+    source = FOLDER.joinpath(f"{name}_training.jinja").read_text("utf-8")
+    template = ChatTemplate(source, name=name, special_tokens=SPECIAL, arguments={}, date="2026-01-02")
+    calibration = calibrate(template, bos="<s>", special=SPECIAL_TOKENS)
+    talk = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]
+    messages = adapt(talk, dialect=calibration.dialect, notes=[])
+    with pytest.raises(RowRejected, match="covers the turn's header"):
+        find_turns(template.render(messages), messages, None, template=template, calibration=calibration)
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if name not in {*REFUSED, *MARKS_HEADERS}])
 def test_the_marked_sibling_is_used_as_marked(name):
     """A training template's own marks are our spans: nothing is added but what ends a turn."""
     source = FOLDER.joinpath(f"{name}_training.jinja").read_text("utf-8")
