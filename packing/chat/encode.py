@@ -541,7 +541,10 @@ class _Joins:
 def _strings(value: Any) -> Iterator[str]:
     """Every key and text of a message or of tools, but the message's own keys and its role."""
     if isinstance(value, Mapping) and "role" in value:
-        value = [part for key, part in value.items() if key != "role"]
+        parts = [part for key, part in value.items() if key != "role"]
+        if all(isinstance(part, str) for part in parts):
+            return iter(parts)  # most messages; the walk through containers costs more than all else here
+        value = parts
     return (leaf for leaf in leaves(value) if isinstance(leaf, str))
 
 
