@@ -38,6 +38,7 @@ VERBS = {
     "inspect": "the text of a buffer or an example, its trained tokens marked",
     "verify": "checks every digest and every law of a shard set",
     "unpack": "a shard set's examples as JSON lines",
+    "import": "what TRL, torchtune or Megatron-Bridge packed, to a shard set, boundaries checked",
     "bench": "where the time goes: one's own files through every stage, in one process",
     "template": "whether training on a tokenizer's chat template is right, and what is trained",
     "doctor": "which kernels a model gets on this machine, and the proof that examples stay apart",
@@ -102,7 +103,7 @@ def _run(words: Sequence[str]) -> int:
         raise OptionError(f"there is no {verb!r}; choose one of {', '.join(VERBS)}, or see padfree --help")
     if verb in MODULES:
         return int(importlib.import_module(MODULES[verb]).main(rest))
-    function: Any = globals()[verb]
+    function: Any = globals()["import_" if verb == "import" else verb]
     return int(function(rest))
 
 
@@ -214,6 +215,29 @@ def stats(words: Sequence[str]) -> int:
     from packing import report
 
     result = report.stats(arguments.directory)
+    if arguments.json:
+        return _print_json(result)
+    _console().print(report.summary(result))
+    return 0
+
+
+def import_(words: Sequence[str]) -> int:
+    """Makes a shard set of what another tool packed."""
+    parser = _Parser("import")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, folder, glob or hub data set")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the shard set to make")
+    parser.add_argument(
+        "--capacity", type=int, metavar="N", help="most tokens in a buffer (the longest row's; reads twice)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace a shard set that is there")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    arguments = parser.parse_args(words)
+    from packing import report
+    from packing.importers import import_packed
+
+    with _unwound_by_sigterm():
+        import_packed(arguments.inputs, out=arguments.out, capacity=arguments.capacity, force=arguments.force)
+    result = report.stats(arguments.out)
     if arguments.json:
         return _print_json(result)
     _console().print(report.summary(result))

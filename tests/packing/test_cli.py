@@ -652,3 +652,13 @@ def test_verbs_of_the_training_side_are_there():
     """A verb that lives in another package has a module of that name with a `main`."""
     for module in cli.MODULES.values():
         assert callable(importlib.import_module(module).main)
+
+
+def test_import_takes_over_packed_rows(padfree, tmp_path):
+    """`import` makes a verified set of rows that another tool packed, and prints its counts."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8], "seq_lengths": [2, 2]}\n')
+    status, out, _ = padfree("import", rows, "--out", tmp_path / "set", "--json")
+    assert status == 0
+    assert json.loads(out)["main"]["examples"] == 2
+    assert padfree("verify", tmp_path / "set")[0] == 0

@@ -103,6 +103,26 @@ def test_killed_and_resumed_run_has_the_losses_of_one_never_stopped(
     assert losses(tmp_path / "cut") == whole
 
 
+def test_two_killed_ranks_go_on_as_if_never_stopped(words: Callable[..., list[str]], tmp_path: Path) -> None:
+    """All of a run of two ranks killed at once: --resume repeats bit for bit one without a stop."""
+    two = ("--standalone", "--nproc-per-node", "2")
+    short = ("schedule.steps=12", "checkpoint.every=4")
+    process = launch(words(*short, run="cut"), *two)
+    wait_for(6, run=tmp_path / "cut", process=process)
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+    for number in (process.pid, *map(int, ranks.stdout.split())):
+        os.kill(number, signal.SIGKILL)
+    process.communicate()
+    assert max(losses(tmp_path / "cut")) < 12
+    for run, flags in (("cut", ("--resume",)), ("whole", ())):
+        process = launch(words(*short, run=run, flags=flags), *two)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+    whole = losses(tmp_path / "whole")
+    assert list(whole) == list(range(1, 13))
+    assert losses(tmp_path / "cut") == whole
+
+
 def test_a_run_directory_tells_all(words: Callable[..., list[str]], tmp_path: Path, shards: Path) -> None:
     """Resolved configuration, a metrics line a step with all figures, evaluations, the newest checkpoints."""
     assert main(words("eval.every=2", "schedule.steps=10", "checkpoint.every=2")) == 0
