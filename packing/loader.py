@@ -26,8 +26,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
+from queue import Empty, SimpleQueue
+from threading import Thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -563,17 +563,28 @@ def _ahead(batches: Iterator[Batch], *, count: int) -> Generator[Batch]:
     wanted: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[Batch | Exception | None] = SimpleQueue()
 
+    def asked() -> bool:
+        """Waits for the next wish, but not for good.
+
+        Python waits for this thread when it exits, and a process that failed leaves its iterator unclosed.
+        A daemon thread would be torn down amid torch's C++ code, which aborts the process.
+        """
+        while True:
+            try:
+                return wanted.get(timeout=0.2)
+            except Empty:
+                if not main_thread().is_alive():
+                    return False
+
     def make() -> None:
         try:
-            while wanted.get() and (batch := next(batches, None)) is not None:
+            while asked() and (batch := next(batches, None)) is not None:
                 made.put(batch)
             made.put(None)
         except Exception as error:  # noqa: BLE001 - raised again below, in the caller's thread
             made.put(error)
 
-    # A daemon: Python joins any other thread when it exits, so a process that ended by an error, its
-    # iterator still alive, would wait for this one for good.
-    thread = Thread(target=make, name="padfree-prefetch", daemon=True)
+    thread = Thread(target=make, name="padfree-prefetch")
     thread.start()
     for _ in range(count):
         wanted.put(True)
