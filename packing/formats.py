@@ -20,7 +20,19 @@ import numpy as np
 from packing.boundaries import position_ids
 from packing.errors import OptionError, Reason, RowRejected
 from packing.example import IGNORE_INDEX, Conversation, Example, make_example
-from packing.messages import MEDIA, Note, check_controls, clean, only, parse, read_message, read_tools, truth
+from packing.messages import (
+    CONTROLS,
+    MEDIA,
+    Note,
+    check_controls,
+    clean,
+    has_surrogate,
+    only,
+    parse,
+    read_message,
+    read_tools,
+    truth,
+)
 
 Format = Literal[
     "auto",
@@ -68,6 +80,10 @@ COLUMNS = frozenset(
 """Every column that a format reads."""
 
 TRANSPOSED = {"role", "from", "content", "value"}
+
+_PLAIN_ROLES = ("user", "assistant", "system", "tool")
+_MEANT = COLUMNS.union(MEDIA, CONTROLS, TRANSPOSED, ("label", "chosen", "rejected")) - {"messages"}
+"""Columns beside messages that make a record more than plain, or something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +135,17 @@ class FormatOptions:
             if role not in ("system", "user", "assistant", "tool"):
                 raise OptionError(f"the role {name!r} can be system, user, assistant or tool, not {role!r}")
 
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether nothing here changes or refuses what plain messages say."""
+        return (
+            self.format in ("auto", "messages")
+            and not self.columns
+            and not self.roles
+            and self.consecutive == "keep"
+            and self.system == "keep"
+        )
+
 
 class _Turn(NamedTuple):
     where: str  # its place in the record: "messages[3]"
@@ -132,6 +159,35 @@ def normalise(record: Mapping[str, Any], *, options: FormatOptions) -> Conversat
     Raises:
         RowRejected: no known format or more than one, or something in it that can't be trained on.
     """
+    return _plain(record, options) or _any(record, options)
+
+
+def _plain(record: Mapping[str, Any], options: FormatOptions) -> Conversation | None:
+    """What `_any` says of a record of plain messages, at a fifth of its time; None for other records.
+
+    Most rows of most files are such: messages with a role and a text, each role by its own name, none of the
+    texts empty, the last one the assistant's, and no other column that means something.
+    """
+    if "messages" not in record or not _MEANT.isdisjoint(record) or not options.plain:
+        return None
+    messages = record["messages"]
+    if type(messages) is not list or not messages:
+        return None
+    found = []
+    role = None
+    for message in messages:
+        if type(message) is not dict or len(message) != 2:
+            return None
+        role, content = message.get("role"), message.get("content")
+        if role not in _PLAIN_ROLES or type(content) is not str or not content or content.isspace():
+            return None
+        if has_surrogate(content):
+            return None
+        found.append({"role": role, "content": content})
+    return Conversation(messages=found) if role == "assistant" else None
+
+
+def _any(record: Mapping[str, Any], options: FormatOptions) -> Conversation:
     notes: list[str] = []
     replace = options.surrogates == "replace"
     columns = _renamed(record, options)

@@ -62,15 +62,16 @@ def _keys_at_most(raw: bytes) -> int:
 def _keys(value: Any) -> int:
     """The number of keys in all objects of a parsed text, or -2 with a float that may be a whole number."""
     count = 0
-    stack = [value]
-    while stack:
-        item = stack.pop()
+    items = [value]
+    for item in items:  # which grows on the way
         kind = type(item)
+        if kind is str:
+            continue
         if kind is dict:
             count += len(item)
-            stack.extend(item.values())
+            items += item.values()
         elif kind is list:
-            stack.extend(item)
+            items += item
         elif kind is float and abs(item) >= 2**63:
             return -2
     return count

@@ -26,7 +26,7 @@ from packing.pipeline.accounting import Accounting
 from packing.pipeline.clock import Clock
 from packing.pipeline.pool import map_in_order
 from packing.pipeline.rows import Reject, RowEncoder
-from packing.pipeline.store import EXAMPLE, ExampleStore, StoredPart, from_bytes
+from packing.pipeline.store import EXAMPLE, ExampleStore, StoredPart, from_stored
 from packing.plan import Algorithm, check_options, lower_bound, plan_bins
 from packing.shards import PartWriter, ShardWriter
 from packing.sources import Source, SourceOptions, open_sources
@@ -278,8 +278,8 @@ def preview(
             accounting.add(chunk)
             rejects += [_reject_line(reject, inputs=encode.inputs) for reject in chunk.rejects]
             if first is None and chunk.examples.size:
-                length, turn = int(chunk.examples["length"][0]), int(chunk.examples["turn"][0])
-                first = from_bytes(chunk.tokens, length=length, turn=turn)
+                ids, labels = from_stored(chunk.tokens[: chunk.examples["length"][0]])
+                first = Example(input_ids=ids, labels=labels, turn=int(chunk.examples["turn"][0]))
             examples.append(chunk.examples)
             read += chunk.rows
             if read >= rows:

@@ -1,7 +1,6 @@
 """Accepted examples wait on disk until the plan says where they go: memory stays flat.
 
-In the file, an example is int32[L] ids, then bool[L], which of them are trained; so the file is
-5 bytes a token, and an example begins at 5 * (tokens of the examples before it).
+In the file a token is an int32: its id, or ~id (which is below 0) where it is trained.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from packing.atomic import writing
 from packing.boundaries import cu_seqlens
 from packing.buffer import PackedBuffer
-from packing.example import IGNORE_INDEX, Example
+from packing.example import IGNORE_INDEX
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,25 +37,19 @@ EXAMPLE = np.dtype(
 )
 """What stays in memory of an example: 33 bytes, so ten million of them take a third of a GiB."""
 
-_BYTES_PER_TOKEN = 5
+_BYTES = 4  # of a token
 
 
-def to_bytes(example: Example) -> bytes:
-    """The example as the store keeps it."""
-    trained: NDArray[np.bool_] = example.labels != IGNORE_INDEX
-    return example.input_ids.tobytes() + trained.tobytes()
+def to_stored(input_ids: NDArray[np.int32], labels: NDArray[np.int32]) -> NDArray[np.int32]:
+    """int32[T]: tokens as the store keeps them."""
+    return np.where(labels == IGNORE_INDEX, input_ids, ~input_ids)
 
 
-def from_bytes(data: bytes, *, length: int, turn: int = -1) -> Example:
-    """The first example in `data`, of `length` tokens."""
-    ids = np.frombuffer(data, np.int32, length)
-    return Example(
-        input_ids=ids, labels=_labels(ids, np.frombuffer(data, np.bool_, length, 4 * length)), turn=turn
-    )
-
-
-def _labels(ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> NDArray[np.int32]:
-    return np.where(trained, ids, np.int32(IGNORE_INDEX))
+def from_stored(tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(ids, labels), each int32[T]: the inverse of `to_stored`."""
+    sign = tokens >> 31  # -1 where a token is trained, 0 elsewhere
+    ids = tokens ^ sign
+    return ids, np.where(sign, ids, np.int32(IGNORE_INDEX))
 
 
 class ExampleStore:
@@ -76,19 +69,19 @@ class ExampleStore:
     ) -> None:
         self._file.close()
 
-    def append(self, examples: NDArray[np.void], *, tokens: bytes) -> None:
+    def append(self, examples: NDArray[np.void], *, tokens: NDArray[np.int32]) -> None:
         """Adds examples.
 
         Args:
             examples: EXAMPLE[n].
-            tokens: Their `to_bytes`, one after the other.
+            tokens: int32[T], their `to_stored`, one after the other.
 
         Raises:
             OutputError: the disk is full.
         """
         self._examples.append(examples)
         with writing(self._directory):
-            self._file.write(tokens)
+            self._file.write(tokens.data)
 
     def part(self, *, held_out: bool) -> StoredPart:
         """The examples of the eval part, or of the main one; they are numbered from 0 in input order."""
@@ -130,16 +123,14 @@ class StoredPart:
         """The examples of these numbers side by side."""
         lengths = self.examples["length"][numbers]
         ends = cu_seqlens(lengths).tolist()
-        ids, trained = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.bool_)
+        tokens = np.empty(ends[-1], np.int32)
+        into = memoryview(tokens).cast("B")
         # preadv, since the pages of a mapped file would count as this process's memory.
         for start, first, last in zip(self.starts[numbers].tolist(), ends, ends[1:], strict=False):
-            read = os.preadv(
-                self.descriptor, [ids[first:last], trained[first:last]], start * _BYTES_PER_TOKEN
-            )
-            assert read == (last - first) * _BYTES_PER_TOKEN, "the store's file is shorter than its examples"
-        return PackedBuffer(
-            input_ids=ids, labels=_labels(ids, trained), seq_lengths=lengths, example_ids=numbers
-        )
+            read = os.preadv(self.descriptor, [into[_BYTES * first : _BYTES * last]], start * _BYTES)
+            assert read == (last - first) * _BYTES, "the store's file is shorter than its examples"
+        ids, labels = from_stored(tokens)
+        return PackedBuffer(input_ids=ids, labels=labels, seq_lengths=lengths, example_ids=numbers)
 
     def origins(self, inputs: Sequence[str]) -> pa.Table:
         """Where each example came from: `example`, `input`, `source`, `line`, `record`, `turn`.

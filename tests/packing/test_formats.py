@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packing.errors import OptionError, Reason, RowRejected
 from packing.example import Conversation
-from packing.formats import MASKS, PAIRS, Format, FormatOptions, normalise
+from packing.formats import MASKS, PAIRS, Format, FormatOptions, _any, _plain, normalise
 from packing.messages import CONTROLS, MASKED, Note
 
 Messages = list[tuple[str, str]]
@@ -725,6 +725,64 @@ def test_no_text_vanishes(
     assert result.messages is not None
     kept = "\n\n".join(message["content"] for message in result.messages)
     assert kept == "\n\n".join(content for _, content in messages[:end])
+
+
+ODD = {
+    "role": st.sampled_from(["human", "developer", "x", "user", "system", 1, None]),
+    "content": st.sampled_from(["", " \n", "\u3000", "\ud83d", None, 3]),
+    "name": st.sampled_from(["n", None]),
+}
+
+
+@settings(max_examples=400)
+@given(
+    roles=st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), max_size=3),
+    change=st.sampled_from(list(ODD)).flatmap(
+        lambda key: st.tuples(st.integers(0, 3), st.just(key), ODD[key])
+    ),
+    more=st.sampled_from([{}, {"label": False}, {"images": [1]}, {"weight": 0}])
+    | st.dictionaries(COLUMN_NAMES, VALUES, max_size=1),
+    options=st.just(FormatOptions()) | OPTIONS,
+)
+def test_plain_messages_are_read_as_all_others_are(
+    roles: list[str], change: tuple[int, str, Any], more: Any, options: FormatOptions
+) -> None:
+    """The short way for plain messages says what the long way says, or leaves the record to it."""
+    messages: list[dict[str, Any]] = turns(
+        *((role, f" ä{n}\n") for n, role in enumerate([*roles, "assistant"]))
+    )
+    place, key, value = change
+    if place < len(messages):
+        messages[place][key] = value
+    record = {"messages": messages, **more}
+    plain = _plain(record, options)
+    assert plain is None or plain == _any(record, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": "sharegpt"},
+        {"columns": {"messages": "other"}},
+        {"roles": {"user": "system"}},
+        {"consecutive": "merge"},
+        {"system": "fold"},
+    ],
+    ids=str,
+)
+def test_options_reach_plain_messages(options: dict[str, Any]) -> None:
+    """What an option changes or refuses of plain messages is changed or refused, short way or not."""
+    record = chat(("system", "s"), ("user", "q"), ("user", "r"), ("assistant", "a"))
+    plain = conversation(record)
+    try:
+        assert conversation(record, **options) != plain
+    except RowRejected:
+        return
+
+
+def test_plain_messages_take_the_short_way() -> None:
+    """The commonest record is plain, with a column that no format reads and white space around texts."""
+    assert _plain({**chat(*QA, ("user", " ä "), ("assistant", "b\n")), "id": 7}, FormatOptions()) is not None
 
 
 def test_the_formats_of_the_options_are_all_there() -> None:

@@ -16,7 +16,7 @@ from packing.errors import InputError, OptionError, OutputError, TooManyRejects
 from packing.example import Example
 from packing.formats import FormatOptions
 from packing.pipeline import pack_dataset, pool, preview
-from packing.pipeline.store import EXAMPLE, ExampleStore, from_bytes, to_bytes
+from packing.pipeline.store import EXAMPLE, ExampleStore, from_stored, to_stored
 from packing.sample import CHATS, TOKENIZER
 from packing.shards import open_shards, verify
 
@@ -551,7 +551,7 @@ def test_the_store_gives_back_what_it_took(lengths, data, tmp_path_factory):
         for number, example in enumerate(examples):
             row = np.zeros(1, EXAMPLE)
             row["length"], row["held_out"] = len(example), number % 3 == 2
-            store.append(row, tokens=to_bytes(example))
+            store.append(row, tokens=to_stored(example.input_ids, example.labels))
         for held_out in (False, True):
             part = [example for number, example in enumerate(examples) if (number % 3 == 2) == held_out]
             numbers = np.array([n for n in chosen if n < len(part)], np.int64)
@@ -563,13 +563,13 @@ def test_the_store_gives_back_what_it_took(lengths, data, tmp_path_factory):
                 assert buffer.example_ids.tolist() == numbers.tolist()
 
 
-def test_bytes_of_an_example_come_back():
-    """from_bytes is the inverse of to_bytes, whatever follows in the data."""
-    example = Example(
-        input_ids=np.array([5, 6, 7], np.int32), labels=np.array([-100, 6, 7], np.int32), turn=2
-    )
-    back = from_bytes(to_bytes(example) + b"more", length=3, turn=2)
-    assert (back, back.turn) == (example, 2)
+def test_stored_tokens_come_back():
+    """from_stored is the inverse of to_stored, for the smallest and largest ids, trained or not."""
+    ids = np.array([0, 0, 7, 2**31 - 1, 2**31 - 1], np.int32)
+    labels = np.array([-100, 0, 7, 2**31 - 1, -100], np.int32)
+    back = from_stored(to_stored(ids, labels))
+    assert [array.tolist() for array in back] == [ids.tolist(), labels.tolist()]
+    assert [array.dtype for array in back] == [np.int32, np.int32]
 
 
 def test_progress_is_reported(tmp_path, tokenizer, many):
