@@ -144,11 +144,11 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                 norm = clip(root.parameters(), limit=config.optim.clip)
                 clock.mark()
                 loss, signals = world.sum(float(share), sigterm.came)  # waits for the device
-                finite = math.isfinite(loss) and math.isfinite(float(norm))
+                finite = math.isfinite(loss) and math.isfinite(norm)
                 if not finite:
                     place = {"step": step + 1, "rank": world.rank}
                     line = report_nonfinite(
-                        directory / "nonfinite", batches, **place, loss=loss, norm=float(norm)
+                        directory / "nonfinite", batches, **place, loss=loss, norm=norm
                     )
                     if config.run.nonfinite == "stop":
                         raise NonFinite(f"{line}; run.nonfinite=skip leaves such steps out")
@@ -165,7 +165,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                 values = {
                     "step": step + 1,
                     "loss": loss,
-                    "grad_norm": float(norm),
+                    "grad_norm": norm,
                     "lr": lr,
                     "real_tokens": int(real),
                     "supervised_tokens": int(supervised),
