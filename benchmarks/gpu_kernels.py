@@ -13,16 +13,20 @@ not kernels.py, which transformers would import in place of the package `kernels
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +40,16 @@ import transformers
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
 from training import doctor
-from training.kernels import attention, bind, convolution, make_batch, proof, recurrence, with_chunk_indices
+from training.kernels import (
+    attention,
+    bind,
+    compilation,
+    convolution,
+    make_batch,
+    proof,
+    recurrence,
+    with_chunk_indices,
+)
 from training.kernels.families import FAMILIES, Family, build, few_layers, tiny_config
 from training.kernels.packages import probe
 
@@ -73,14 +86,15 @@ WIDTH_DRY = {
 class Bench:
     """Sizes, device and clock of a run, real or dry."""
 
-    def __init__(self, *, dry: bool, budget: float, families: Sequence[Family]) -> None:
+    def __init__(self, *, dry: bool, families: Sequence[Family], limit: float, at_once: int) -> None:
         self.dry = dry
         self.families = families
+        self.limit = limit
+        self.at_once = at_once
         self.device = "cpu" if dry else "cuda"
         self.dtype = torch.float32 if dry else torch.bfloat16
         self.width = WIDTH_DRY if dry else WIDTH_27B
         self.capacity = 256 if dry else 8192
-        self.ends = time.monotonic() + budget
 
     def lengths(self, seed: int, *, capacity: int | None = None) -> list[int]:
         """A buffer of conversations as long as ultrachat_200k's, filled to capacity: mean 1,258 tokens."""
@@ -298,28 +312,67 @@ def compile_count(bench: Bench, note: Callable[[str, Any], None]) -> None:
         bench.wait()
         return time.perf_counter() - start
 
-    before = compiled()
-    note("first step", {"seconds": step(0), "kernels_compiled": compiled() - before})
-    before = compiled()
+    before = compilation.kept()
+    note("first step", {"seconds": step(0), "kernels_compiled": compilation.kept() - before})
+    before = compilation.kept()
     samples = [step(seed) for seed in range(1, 4 if bench.dry else 51)]
     note(
         "further batches",
         {
             "batches": len(samples),
             "different_numbers_of_examples": len({len(bench.lengths(s)) for s in range(1, len(samples) + 1)}),
-            "kernels_compiled": compiled() - before,
+            "kernels_compiled": compilation.kept() - before,
             "seconds": results.spread(samples),
         },
     )
 
 
-def compiled() -> int:
-    """Kernels in the compilers' caches on disk."""
-    home = Path.home()
-    triton = Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
-    tilelang = Path(os.environ.get("TILELANG_CACHE_DIR", home / ".tilelang" / "cache"))
-    cubins = sum(1 for _ in triton.rglob("*.cubin")) if triton.exists() else 0
-    return cubins + (sum(1 for _ in tilelang.rglob("*.so")) if tilelang.exists() else 0)
+def first_step(bench: Bench, note: Callable[[str, Any], None]) -> None:
+    """The first step of a process: with empty caches, and again by a second process that finds them full.
+
+    fla's rule is triton's, whose autotuners measure many configurations, compiled one by one or all at once;
+    flash-qla's kernels are tilelang's, one configuration each. All three pairs run side by side.
+    """
+    ways = {"flash-qla": ["flash-qla"], "fla": ["fla"], "fla, compiled one by one": ["fla", "--serially"]}
+
+    def pair(way: list[str]) -> Any:
+        with tempfile.TemporaryDirectory() as caches:
+            places = {"TRITON_CACHE_DIR": f"{caches}/triton", "TILELANG_CACHE_DIR": f"{caches}/tilelang"}
+            return {name: one_process(bench, way, places) for name in ("empty caches", "full caches")}
+
+    with ThreadPoolExecutor(len(ways)) as pool:
+        jobs = {pool.submit(attempt, partial(pair, way)): name for name, way in ways.items()}
+        for job in as_completed(jobs):
+            note(jobs[job], job.result())
+
+
+def one_process(bench: Bench, way: Sequence[str], places: Mapping[str, str]) -> Any:
+    """What `one_first_step` prints, last of all, in a new process with these caches."""
+    command = [sys.executable, __file__, "--first-step", *way, *(["--dry-run"] if bench.dry else [])]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **places},
+        capture_output=True,
+        text=True,
+        timeout=bench.limit,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr[-400:])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def one_first_step(bench: Bench, rule: str, *, serially: bool) -> dict[str, float]:
+    """Seconds from a bound model at 27B width to its gradients, and kernels compiled for that."""
+    convolution_too = {"delta rule": rule, "convolution": "fla" if rule == "fla" else "causal-conv1d"}
+    model = build(wide_config(bench), "Qwen3_5ForCausalLM", device=bench.device).to(bench.dtype)
+    bind(model, choose=convolution_too)
+    batch = bench.batch(bench.lengths(0))
+    before, start = compilation.kept(), time.perf_counter()
+    with nullcontext() if serially else compilation.in_parallel():
+        model(**batch).logits.float().square().mean().backward()
+        bench.wait()
+    return {"seconds": time.perf_counter() - start, "kernels_compiled": compilation.kept() - before}
 
 
 def width(bench: Bench, note: Callable[[str, Any], None]) -> None:
@@ -338,25 +391,66 @@ def portable(machine: Mapping[str, str]) -> dict[str, str]:
 
 
 def families(bench: Bench, note: Callable[[str, Any], None]) -> None:
-    """What `padfree doctor` says of every family, one after the other while there is time."""
+    """What `padfree doctor` says of every family, each in a process of its own with a limit of its own.
+
+    So compilations overlap, and one that fails, hangs or takes the device down stops no other.
+    """
+    if len(bench.families) == 1:
+        return examine(bench, note, bench.families[0])
+    joined: dict[str, Any] = {"checks": [], "layers": {}}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(bench.at_once) as pool:
+        jobs = {
+            pool.submit(apart, bench, family, Path(folder) / str(number)): family.name
+            for number, family in enumerate(bench.families)
+        }
+        for job in as_completed(jobs):
+            section, cause = job.result()
+            joined = _with_families(joined, section)
+            if cause is not None:
+                joined[f"stopped, {jobs[job]}"] = cause
+                print(f"{jobs[job]}: stopped: {cause}", flush=True)
+            for key, value in joined.items():
+                note(key, value)
+    return None
+
+
+def examine(bench: Bench, note: Callable[[str, Any], None], family: Family) -> None:
+    """One family in this process; noted check by check, so that a limit loses only what was not known."""
     checks: list[Any] = []
-    layers: dict[str, Any] = {}
-    for number, family in enumerate(bench.families):
-        if time.monotonic() > bench.ends:
-            note("not_run_for_lack_of_time", [later.name for later in bench.families[number:]])
-            break
-        print(f"{family.name}: begun, {bench.ends - time.monotonic():.0f} s left", flush=True)
-        start = time.monotonic()
-        found = doctor.run_doctor(families=[family], device=bench.device)
-        took = time.monotonic() - start
-        for check in found.checks:
-            print(f"{check.subject}: {check.state} {check.name}: {check.detail}", flush=True)
-        checks += [check for check in found.as_json()["checks"] if check["subject"] == family.name]
-        layers |= found.as_json()["layers"]
-        note("machine", portable(found.machine))
-        note("layers", layers)
-        note("checks", checks)
-        note(f"seconds, {family.name}", took)
+
+    def heard(check: doctor.Check) -> None:
+        print(f"{check.subject}: {check.state} {check.name}: {check.detail}", flush=True)
+        if check.subject == family.name:
+            checks.append(dataclasses.asdict(check))
+            note("checks", checks)
+
+    print(f"{family.name}: begun", flush=True)
+    note("layers", {})
+    start = time.monotonic()
+    found = doctor.run_doctor(families=[family], device=bench.device, heard=heard)
+    note("machine", portable(found.machine))
+    note("layers", found.as_json()["layers"])
+    note(f"seconds, {family.name}", time.monotonic() - start)
+
+
+def apart(bench: Bench, family: Family, folder: Path) -> tuple[dict[str, Any], str | None]:
+    """Runs `examine` in a process: what it saved, and why it did not come to its end, if so."""
+    folder.mkdir()
+    command = [sys.executable, __file__, "families", "--families", family.name]
+    command += ["--dry-run"] if bench.dry else []
+    cause = None
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, "OUT": str(folder)}, timeout=bench.limit, check=False
+        )
+        if done.returncode != 0:
+            cause = f"exit status {done.returncode}"
+    except subprocess.TimeoutExpired:
+        cause = f"not done after {bench.limit:.0f} s"
+    saved = folder / "kernels.json"
+    if not saved.exists():
+        return {"checks": [], "layers": {}}, cause or "nothing was saved"
+    return json.loads(saved.read_text("utf-8"))["results"]["families"], cause
 
 
 def choices(bench: Bench, note: Callable[[str, Any], None]) -> None:
@@ -419,14 +513,16 @@ def _with_families(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
     kept = [check for check in before.get("checks", ()) if check["subject"] not in anew]
     joined = {**before, **after, "layers": {**before.get("layers", {}), **after["layers"]}}
     joined["checks"] = kept + after["checks"]
-    for key in ("seconds", "not_run_for_lack_of_time"):  # of one run, not of the union
-        joined.pop(key, None)
+    joined.pop("seconds", None)  # of one run, not of the union
+    for name in anew & {check["subject"] for check in after["checks"] if check["name"] == "step time"}:
+        joined.pop(f"stopped, {name}", None)
     return joined
 
 
 SECTIONS: dict[str, Callable[[Bench, Callable[[str, Any], None]], None]] = {
     "speed": speed,
     "compile": compile_count,
+    "first_step": first_step,
     "width": width,
     "choices": choices,
     "families": families,
@@ -441,11 +537,18 @@ def main() -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="small sizes on a CPU, nothing saved in results"
     )
-    parser.add_argument("--budget", type=float, default=330, help="seconds after which no family is begun")
+    parser.add_argument(
+        "--limit", type=float, default=240, help="seconds that a family may take; default 240"
+    )
+    parser.add_argument("--at-once", type=int, default=4, help="families examined at once; default 4")
     parser.add_argument(
         "--families", nargs="+", choices=[family.name for family in FAMILIES], metavar="NAME",
         help="the families of that section; default all, those that compile quickest first",
     )  # fmt: skip
+    parser.add_argument(
+        "--first-step", choices=("flash-qla", "fla"), help="one first step in this process, printed"
+    )
+    parser.add_argument("--serially", action="store_true", help="there, compile one after the other")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="saved results to join")
     arguments = parser.parse_args()
     if arguments.merge:
@@ -456,9 +559,12 @@ def main() -> None:
     if shutil.which("git") is None:
         results.commit = lambda: os.environ.get("PADFREE_COMMIT", "unknown")
     wanted = [f for f in QUICKEST_FIRST if arguments.families is None or f.name in arguments.families]
-    bench = Bench(dry=arguments.dry_run, budget=arguments.budget, families=wanted)
+    bench = Bench(dry=arguments.dry_run, families=wanted, limit=arguments.limit, at_once=arguments.at_once)
     if bench.dry:
         torch.set_num_threads(1)
+    if arguments.first_step:
+        print(json.dumps(one_first_step(bench, arguments.first_step, serially=arguments.serially)))
+        return
     found: dict[str, Any] = {
         "packages": {
             name: probe(name).cause or "imports" for name in ("fla", "flash_qla", "causal_conv1d", "tilelang")

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from training.kernels import proof
+from training.kernels import compilation, proof
 from training.kernels.binding import Kernels, Row, bind, describe
 from training.kernels.contract import KernelError, Unsupported, make_batch
 from training.kernels.families import (
@@ -107,8 +107,9 @@ def run_doctor(
     *,
     kernels: Kernels = "auto",
     warm: bool = False,
-    families: Sequence[Family] = FAMILIES,
+    families: Sequence[Family] | None = None,
     device: str | None = None,
+    heard: Callable[[Check], None] | None = None,
 ) -> Diagnosis:
     """Examines this machine.
 
@@ -117,17 +118,21 @@ def run_doctor(
             few layers and random weights. None tries the built-in tiny models.
         kernels: As in `bind`.
         warm: Only run one step of each model, so that its kernels are compiled and kept in the caches.
-        families: Which tiny models, without a target.
+        families: Which tiny models, without a target; None means all.
         device: "cuda" or "cpu"; None means CUDA if there is one.
+        heard: Told each check as soon as it is known; on a GPU whose caches are empty a family takes minutes.
     """
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # cuBLAS reads it at its first call, and the proof asks for sums in a fixed order.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     packages = [probe(name) for name in PACKAGES]
-    patient = _Patient(place, kernels)
+    patient = _Patient(place, kernels, heard)
     patient.check_packages(packages)
-    with _threads(1 if target is None else torch.get_num_threads()):
-        for subject, config, architecture in _subjects(patient, target, families):
+    threads = _threads(1 if target is None else torch.get_num_threads())
+    with threads, compilation.in_parallel():
+        for subject, config, architecture in _subjects(
+            patient, target, FAMILIES if families is None else families
+        ):
             if warm:
                 patient.warm(subject, config, architecture)
             else:
@@ -169,9 +174,8 @@ def _subjects(
             yield family.name, tiny_config(family, real_heads=patient.place == "cuda"), family.architecture
         return
     with patient.reporting(target, "configuration"):
-        path = Path(target)
         try:
-            config = transformers.AutoConfig.from_pretrained(path.parent if path.is_file() else target)
+            config = transformers.AutoConfig.from_pretrained(target)
         except (OSError, ValueError, KeyError) as error:
             raise KernelError(f"{target} has no configuration that transformers reads: {error}") from error
         architecture = architecture_of(config)
@@ -181,8 +185,9 @@ def _subjects(
 class _Patient:
     """The machine under examination, and what was found so far."""
 
-    def __init__(self, place: str, kernels: Kernels) -> None:
+    def __init__(self, place: str, kernels: Kernels, heard: Callable[[Check], None] | None) -> None:
         self.place = place
+        self.heard = heard
         self.kernels: Kernels = kernels
         self.fused = place == "cuda" and kernels != "reference"
         self.dtype = torch.bfloat16 if self.fused else torch.float32
@@ -191,6 +196,8 @@ class _Patient:
 
     def note(self, subject: str, name: str, state: State, detail: str, **figures: float) -> None:
         self.checks.append(Check(subject=subject, name=name, state=state, detail=detail, figures=figures))
+        if self.heard is not None:
+            self.heard(self.checks[-1])
 
     @contextmanager
     def reporting(self, subject: str, name: str) -> Iterator[None]:
@@ -342,11 +349,13 @@ class _Patient:
             model = self.build(config, architecture, kernels=self.kernels, dtype=self.dtype)
             self.layers[subject] = describe(model)
             lengths = (*_EDGES, _CAPACITY["cuda"] - sum(_EDGES))
-            start = time.perf_counter()
+            before, start = compilation.kept(), time.perf_counter()
             _step(model, _batch(model, lengths))
             torch.cuda.synchronize()
-            first = time.perf_counter() - start
-            self.note(subject, "warm", "ok", f"the first step took {first:.1f} s", first_step_s=first)
+            first, compiled = time.perf_counter() - start, compilation.kept() - before
+            detail = f"the first step took {first:.1f} s and compiled {compiled} kernels, the caches hold"
+            detail += f" {before + compiled}"
+            self.note(subject, "warm", "ok", detail, first_step_s=first, compiled=compiled, before=before)
 
 
 def _batch(model: Any, lengths: Sequence[int]) -> dict[str, Any]:
@@ -478,13 +487,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """What compilers print goes to the error stream: tilelang logs to stdout, where `--json` has to be alone.
+
+    On the level of file descriptors, since compilers write from C++ and from processes of their own.
+    """
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs `padfree doctor` with parsed options; returns the exit code.
 
     Raises:
         KernelError: what a user can cause; one line.
     """
-    diagnosis = run_doctor(arguments.target, kernels=arguments.kernels, warm=arguments.warm)
+    with _stdout_kept_clean():
+        diagnosis = run_doctor(arguments.target, kernels=arguments.kernels, warm=arguments.warm)
     if arguments.families:
         fused = _saved(arguments.cuda_result) if arguments.cuda_result else None
         write_families(arguments.families, diagnosis, fused=fused)

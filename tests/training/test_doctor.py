@@ -1,13 +1,15 @@
 """`padfree doctor`: what it prints, its JSON, its exit code, and the README's table."""
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from training import doctor
-from training.kernels import KernelError, packages
+from training.kernels import KernelError, packages, proof
 from training.kernels.families import FAMILIES, Family, tiny_config
 
 FAMILY = {family.name: family for family in FAMILIES}
@@ -52,7 +54,8 @@ def test_a_model_directory_gives_its_widths(tmp_path: Path, as_file: bool) -> No
     config.num_hidden_layers = 8
     config.architectures = ["Qwen3_5ForCausalLM"]
     config.save_pretrained(tmp_path)
-    found = doctor.run_doctor(str(tmp_path / "config.json" if as_file else tmp_path), device="cpu")
+    (tmp_path / "config.json").rename(named := tmp_path / ("any name.json" if as_file else "config.json"))
+    found = doctor.run_doctor(str(named if as_file else tmp_path), device="cpu")
     assert found.exit_code == 0, found.lines()
     (rows,) = found.layers.values()
     assert {row.layer: row.layers for row in rows} == {"Qwen3_5GatedDeltaNet": 1, "Qwen3_5Attention": 1}
@@ -108,6 +111,32 @@ def test_what_a_kernel_raises_is_a_failed_check(monkeypatch: pytest.MonkeyPatch)
     states = {check.name: (check.state, check.detail) for check in found.checks}
     assert states["isolation"] == ("fail", "RuntimeError: nvcc is missing")
     assert states["packed against alone"][0] == "ok"
+
+
+def test_compilers_do_not_write_into_the_json(
+    two_families: list[Family], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Compilers log to stdout, in Python and from C++: with `--json` one document is there, that aside."""
+    isolation = doctor.proof.isolation
+
+    def logging(*args: Any, **kwargs: Any) -> proof.Isolation:
+        os.write(1, b"[TileLang] begins to compile\n")
+        print("TileLang completes to compile", file=sys.__stdout__)
+        return isolation(*args, **kwargs)
+
+    monkeypatch.setattr(doctor.proof, "isolation", logging)
+    assert doctor.main(["--json"]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["exit_code"] == 0
+    assert "begins to compile" in printed.err
+    assert "completes to compile" in printed.err
+
+
+def test_checks_are_told_as_they_come() -> None:
+    """Whoever asks hears each check before the next begins, and all of them."""
+    heard: list[doctor.Check] = []
+    found = doctor.run_doctor(families=[FAMILY["Llama"]], device="cpu", heard=heard.append)
+    assert heard == found.checks
 
 
 @pytest.fixture

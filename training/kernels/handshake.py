@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from training.kernels import record
+from training.kernels import compilation, record
 from training.kernels.binding import binding_of, find_attentions, find_mixers
 from training.kernels.contract import KernelError, disagreement, segment_lengths
 from training.kernels.families import MIXERS, UNFUSED
@@ -38,6 +38,7 @@ def handshake(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
             for handle in _hooks(tape, name, layer, positions="positions" in parts):
                 stack.callback(handle.remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(compilation.in_parallel())  # a first step is where kernels are compiled
         record.listen(tape)
         stack.callback(record.hang_up, tape)
         yield

@@ -1,0 +1,163 @@
+"""All of an autotuner's candidates compiled at once, with a stand-in for triton; caches counted."""
+
+import sys
+import threading
+import types
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.kernels import compilation
+
+
+class AsyncCompileMode:
+    """As triton's: what is compiled inside goes to the executor, and leaving waits for it."""
+
+    active: "AsyncCompileMode | None" = None
+
+    def __init__(self, executor: Executor, *, ignore_errors: bool) -> None:
+        self.executor, self.ignore_errors = executor, ignore_errors
+        self.futures: list[Future[None]] = []
+
+    def __enter__(self) -> None:
+        AsyncCompileMode.active = self
+
+    def __exit__(self, *_: object) -> None:
+        AsyncCompileMode.active = None
+        for future in self.futures:
+            assert future.exception() is None or self.ignore_errors
+
+
+class Candidate:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_kwargs(self) -> dict[str, int]:
+        return {"size": self.size}
+
+
+class Kernel:
+    """Compiles a size once; three compilations meet at a barrier, so none is done before all have begun."""
+
+    def __init__(self, at_once: int) -> None:
+        self.compiled: set[int] = set()
+        self.launched: list[int] = []
+        self.meeting = threading.Barrier(at_once)
+
+    def compile(self, size: int) -> None:
+        self.meeting.wait(timeout=10)
+        if size == 4:
+            raise ValueError("more shared memory than there is")
+        self.compiled.add(size)
+
+    def warmup(self, x: float, *, grid: int, size: int) -> None:
+        mode = AsyncCompileMode.active
+        assert mode is not None
+        mode.futures.append(mode.executor.submit(self.compile, size))
+
+    def run(self, x: float, *, grid: int, warmup: bool, size: int) -> None:
+        assert not warmup
+        assert size in self.compiled, "was compiled one by one"
+        self.launched.append(size)
+
+
+class Autotuner:
+    """As triton's: prunes, measures the candidates unless an earlier choice is known, launches the best."""
+
+    def __init__(self, kernel: Kernel, sizes: tuple[int, ...]) -> None:
+        self.fn, self.configs, self.choice = kernel, [Candidate(size) for size in sizes], 0
+
+    def prune_configs(self, call: dict[str, Any]) -> list[Candidate]:
+        return [one for one in self.configs if one.size != 8]
+
+    def _bench(self, *args: Any, config: Candidate, **call: Any) -> float:
+        try:
+            self.fn.run(*args, **call, **config.all_kwargs())
+        except AssertionError:
+            return float("inf") if config.size == 4 else pytest.fail("was compiled one by one")
+        return config.size
+
+    def run(self, *args: Any, **call: Any) -> None:
+        candidates = self.prune_configs(call)
+        if not self.choice:
+            self.choice = min(candidates, key=lambda one: self._bench(*args, config=one, **call)).size
+        self.fn.run(*args, **call, size=self.choice)
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {
+        name: types.ModuleType(name) for name in ("triton", "triton.runtime", "triton.runtime.autotuner")
+    }
+    packages["triton"].AsyncCompileMode = AsyncCompileMode  # type: ignore[attr-defined]
+    packages["triton.runtime.autotuner"].Autotuner = Autotuner  # type: ignore[attr-defined]
+    for name, module in packages.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(compilation, "_cores", lambda: 3)
+
+
+def test_candidates_are_compiled_at_once() -> None:
+    """What is left after pruning compiles side by side, once; a candidate that can't is passed over."""
+    kernel = Kernel(at_once=3)
+    tuner = Autotuner(kernel, (1, 2, 4, 8))
+    with compilation.in_parallel():
+        tuner.run(0.5, grid=7, warmup=False)
+        tuner.run(0.5, grid=7, warmup=False)
+    assert kernel.compiled == {1, 2}
+    assert kernel.launched == [1, 2, 1, 1]
+
+
+def test_an_earlier_choice_compiles_nothing() -> None:
+    """An autotuner that knows its choice, from triton's cache on disk, does not compile the others."""
+    kernel = Kernel(at_once=1)
+    kernel.compiled.add(2)
+    tuner = Autotuner(kernel, (1, 2))
+    tuner.choice = 2
+    with compilation.in_parallel():
+        tuner.run(0.5, grid=7, warmup=False)
+    assert kernel.compiled == {2}
+
+
+def test_the_autotuner_is_put_back() -> None:
+    """No patch outlives the block, not even one that an error leaves."""
+    before = dict(vars(Autotuner))
+    with compilation.in_parallel():
+        assert dict(vars(Autotuner)) != before
+    assert dict(vars(Autotuner)) == before
+    with suppress(ZeroDivisionError), compilation.in_parallel():
+        raise ZeroDivisionError
+    assert dict(vars(Autotuner)) == before
+
+
+@pytest.mark.parametrize("missing", ["triton", "triton.runtime.autotuner"])
+def test_without_triton_nothing_happens(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without triton, or with one that can't compile in parallel, the block does nothing."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    before = dict(vars(Autotuner))
+    with compilation.in_parallel():
+        assert dict(vars(Autotuner)) == before
+
+
+def test_kernels_in_the_caches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each of triton's cubins and tilelang's libraries; a folder that is not there holds none."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "tilelang"))
+    assert compilation.kept() == 0
+    for file in ("triton/A/k.cubin", "triton/A/k.json", "triton/B/k.cubin", "tilelang/0.1/C/executable.so"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert compilation.kept() == 3
+
+
+def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks do not start eight times as many compilers as there are cores."""
+    monkeypatch.undo()
+    monkeypatch.setattr(compilation.os, "sched_getaffinity", lambda _: range(16))
+    assert compilation._cores() == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert compilation._cores() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert compilation._cores() == 1
