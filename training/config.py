@@ -82,6 +82,8 @@ class Model:
     """So many layers before the last `whole_layers` recompute all but their matrix products."""
     whole_layers: int = 0
     """So many layers at the end recompute nothing."""
+    host_layers: int = 0
+    """So many layers at the beginning recompute all but their matrix products, kept in the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.checkpointing": (0, 1024),
     "model.whole_layers": (0, 1024),
     "model.keep_layers": (0, 1024),
+    "model.host_layers": (0, 1024),
     "parallel.replicas": (1, 2**16),
     "parallel.prefetch": (1, 16),
     "parallel.keep_gathered": (0, 1024),
@@ -267,6 +270,11 @@ def _build(values: Mapping[str, tuple[Any, str]]) -> Config:
         raise OptionError(
             "set one of model.weights (a Hugging Face directory to start from) "
             "and model.config (random weights for a configuration)"
+        )
+    if config.model.compile == "layers" and (config.model.keep_layers or config.model.host_layers):
+        raise OptionError(
+            "model.compile = layers hides the products that keep_layers and host_layers would keep: set them "
+            "to 0; whole_layers keeps what the compiler chooses"
         )
     if config.schedule.kind == "wsd" and config.schedule.decay == 0:
         raise OptionError("schedule.kind = wsd needs schedule.decay, the number of steps that it falls in")

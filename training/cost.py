@@ -144,7 +144,7 @@ def price(
     hidden = model.config.get_text_config().hidden_size
     outputs = sum(m.out_features for m in layers[0].modules() if isinstance(m, nn.Linear))
     again = _layout(config, layers=len(layers))
-    full, products, nothing = (again.count(what) for what in get_args(Again))
+    full, products, host, nothing = (again.count(what) for what in get_args(Again))
     whole_step = config.data.accumulation > 1 and config.parallel.reduce == "step" and ranks > 1
     return {
         "weights": weights * stored // ranks,
@@ -157,7 +157,7 @@ def price(
             4 * outside if ranks == 1 else outside // 2 * (2 * computed + 4)
         ),
         "gradients kept whole over the micro-batches of a step": trained * 4 if whole_step else 0,
-        "inputs of layers that recompute": full * tokens * hidden * computed,
+        "inputs of layers that recompute": (full + host) * tokens * hidden * computed,
         # Elementwise operations keep about as much as the matrix products do.
         "activations of one layer, and of those that keep them": int(
             tokens * outputs * computed * (2 + 2 * nothing + products)
@@ -183,7 +183,8 @@ def itemised(items: Mapping[str, int], *, world: World) -> list[str]:
 def recomputed(config: Config, *, layers: int) -> tuple[float, float]:
     """Shares of the layers that compute all again in the backward pass, and all but matrix products."""
     again = _layout(config, layers=layers)
-    return again.count("all") / layers, again.count("all but products") / layers
+    products = again.count("all but products") + again.count("all but products on the host")
+    return again.count("all") / layers, products / layers
 
 
 def _layout(config: Config, *, layers: int) -> list[Again]:
@@ -193,4 +194,5 @@ def _layout(config: Config, *, layers: int) -> list[Again]:
         every=model.checkpointing,
         keep_layers=model.keep_layers,
         whole_layers=model.whole_layers,
+        host_layers=model.host_layers,
     )

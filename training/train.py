@@ -260,7 +260,11 @@ def build(config: Config, model_config: PretrainedConfig, world: World) -> Super
     freeze(model, patterns=wanted.freeze)
     layers = blocks(model)
     recompute(
-        layers, every=wanted.checkpointing, keep_layers=wanted.keep_layers, whole_layers=wanted.whole_layers
+        layers,
+        every=wanted.checkpointing,
+        keep_layers=wanted.keep_layers,
+        whole_layers=wanted.whole_layers,
+        host_layers=wanted.host_layers,
     )
     if wanted.compile == "layers":
         for layer in layers:

@@ -103,6 +103,7 @@ def test_price_counts_the_layers_that_recompute() -> None:
     assert kept(checkpointing=2) == (inputs // 2, one * (1 + 32))
     assert kept(keep_layers=16, whole_layers=16) == (inputs // 2, one * (1 + 16) + one * 16 // 2)
     assert kept(checkpointing=0) == (0, one * 65)
+    assert kept(host_layers=64) == (inputs, one), "their products are in the host's memory"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ def test_price_counts_the_layers_that_recompute() -> None:
         ({"checkpointing": 0}, (0.0, 0.0)),
         ({"checkpointing": 2}, (0.5, 0.0)),
         ({"keep_layers": 2, "whole_layers": 1}, (0.625, 0.25)),
+        ({"keep_layers": 2, "whole_layers": 1, "host_layers": 3}, (0.25, 0.625)),
     ],
 )
 def test_shares_that_recompute(options: dict[str, int], shares: tuple[float, float]) -> None:

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from training.data import OptionError
 from training.kernels import bind
 from training.kernels.contract import make_batch
 from training.model import TINY, blocks
-from training.recompute import _keep_products, layout, recompute
+from training.recompute import _worth_keeping, layout, recompute
 
 
 class Products(TorchDispatchMode):
@@ -52,6 +51,9 @@ def gradients(**options: int) -> tuple[dict[str, torch.Tensor], Counter[tuple[in
         {"every": 2},
         {"keep_layers": 4},
         {"keep_layers": 2, "whole_layers": 1},
+        {"host_layers": 4},
+        {"host_layers": 2, "keep_layers": 1},
+        {"host_layers": 1, "every": 2, "whole_layers": 1},
         {"whole_layers": 4},
         {"every": 0},
     ],
@@ -66,19 +68,21 @@ def test_gradients_do_not_depend_on_what_is_kept(options: dict[str, int]) -> Non
 
 
 def test_layout() -> None:
-    """Every n-th layer of the first computes all again, then come those that keep products, then all."""
-    found = layout(6, every=2, keep_layers=2, whole_layers=1)
-    assert found == ["all", "nothing", "all", "all but products", "all but products", "nothing"]
-    assert layout(2, every=0, keep_layers=0, whole_layers=0) == ["nothing", "nothing"]
+    """The host's layers first, every n-th of the next computes all again, then products are kept, or all."""
+    found = layout(7, every=2, keep_layers=2, whole_layers=1, host_layers=1)
+    products, host = "all but products", "all but products on the host"
+    assert found == [host, "nothing", "all", "nothing", products, products, "nothing"]
+    assert layout(2, every=0, keep_layers=0, whole_layers=0, host_layers=0) == ["nothing", "nothing"]
 
 
 def test_kept_products_are_not_computed_again() -> None:
     """Where products are kept, the backward pass computes none of the forward's again."""
     tokens, inner = 48, 160
-    whole, products, nothing = (
-        gradients(**o)[1] for o in ({"whole_layers": 4}, {"keep_layers": 4}, {"every": 1})
+    whole, products, host, nothing = (
+        gradients(**o)[1] for o in ({"whole_layers": 4}, {"keep_layers": 4}, {"host_layers": 4}, {"every": 1})
     )
     assert products == whole
+    assert host == whole
     assert nothing[tokens, inner] - whole[tokens, inner] == 8, "gate and up of each of four layers"
 
 
@@ -86,9 +90,9 @@ def test_the_way_back_from_an_mlp_is_not_kept() -> None:
     """The last product of a layer is read by nothing in its backward: neither kept nor computed again."""
     mm = torch.ops.aten.mm.default
     x, wide = torch.empty(8, 64), torch.empty(8, 160)
-    assert _keep_products(None, mm, wide, torch.empty(160, 64)) is CheckpointPolicy.PREFER_RECOMPUTE
-    assert _keep_products(None, mm, x, torch.empty(64, 160)) is CheckpointPolicy.MUST_SAVE
-    assert _keep_products(None, mm, x, torch.empty(64, 4)) is CheckpointPolicy.MUST_SAVE
+    assert not _worth_keeping(mm, (wide, torch.empty(160, 64)))
+    assert _worth_keeping(mm, (x, torch.empty(64, 160)))
+    assert _worth_keeping(mm, (x, torch.empty(64, 4)))
     tokens, hidden = 48, 64
     nothing, whole = gradients(every=1)[1], gradients(whole_layers=4)[1]
     # Again, with 64 channels: the delta nets' gates (3), the mixers' way back (4), not the MLPs' (4).
@@ -100,5 +104,24 @@ def test_more_layers_than_there_are() -> None:
     config = AutoConfig.for_model(**TINY["tiny-qwen3_5"], vocab_size=97)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(OptionError, match="3 layers that keep products and 2 that keep all are more than 4"):
-        recompute(blocks(model), keep_layers=3, whole_layers=2)
+    with pytest.raises(OptionError, match="2 layers that keep products, 1 on the host and 2 that keep all"):
+        recompute(blocks(model), keep_layers=2, whole_layers=2, host_layers=1)
+
+
+def test_products_on_the_host_live_there_from_step_to_step() -> None:
+    """Two passes of a layer whose products wait on the host reuse its memory, and hold nothing after."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**TINY["tiny-qwen3_5"], vocab_size=97)
+    ).train()
+    bind(model)
+    recompute(blocks(model), host_layers=1, every=0)
+    kept = blocks(model)[0]._gradient_checkpointing_func.keywords["context_fn"].args[0]
+    places = []
+    for _ in range(2):
+        batch = make_batch(torch.arange(48) % 97, [20, 28])
+        loss = model(**batch).logits.float().logsumexp(-1).sum()
+        places.append([host.data_ptr() for host in kept._host])
+        assert kept._waiting == len(places[-1]) >= 6, "four of the mixer, gate and up"
+        loss.backward()
+        assert (kept._products, kept._waiting) == ([], 0)
+    assert places[0] == places[1]
