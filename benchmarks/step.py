@@ -1,10 +1,12 @@
 """One training step through `torchrun -m training`, on packed buffers with the lengths of real chats.
 
     python benchmarks/step.py --layers 8 --lengths ../shared/data/ultrachat_like_lengths.npy     # one H200
+    python benchmarks/step.py --model-config benchmarks/configs/qwen3-0.6b.json --name step-0.6b \
+        --set data.buffers=2 --set model.checkpointing=0 --set model.precision=bf16 --steps 100   # data wait
     python benchmarks/step.py --model-config benchmarks/configs/ladder-tiny.json --capacity 1024 --steps 4
 
 A few layers at the width of a 27B model; random weights and tokens. Saves step time, real tokens/s, MFU
-(Σ Lᵢ² for attention) and peak memory to results/step.json, or into $OUT.
+(Σ Lᵢ² for attention), peak memory and the share of its time that the device waited for data to results/step.json, or into $OUT.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ def main() -> None:
             "forward_backward_s": spread(line["forward_backward_s"] for line in counted),
             "optimizer_s": spread(line["optimizer_s"] for line in counted),
             "data_s": spread(line["data_s"] for line in counted),
+            "data_share": sum(line["data_s"] for line in counted) / seconds,
             "first_step_s": train[0]["step_s"],
             "real_tokens_per_s_per_rank": tokens / seconds / arguments.ranks,
             "fill": sum(line["fill"] for line in counted) / len(counted),

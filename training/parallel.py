@@ -193,6 +193,10 @@ class Stopwatch:
         else:
             self._marks.append(time.perf_counter())
 
+    def idle(self) -> bool:
+        """Whether the device has done what was given to it so far; does not wait for it."""
+        return not self._cuda or torch.cuda.current_stream().query()
+
     def split(self) -> list[float]:
         """Seconds from each mark to the next. Waits for the device."""
         if not self._cuda:

@@ -116,13 +116,14 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
             operations, peak = work(root.model), peak_flops(world.device)
             share_full, share_mixing = recomputed(config, layers=len(blocks(root.model)))
             stream = data.stream()
+            upcoming = list(itertools.islice(stream, config.data.accumulation))
             for step in range(done, last):
                 # One step: read, forward and backward, clip, update.
                 profiler.before(step + 1)
                 started, clock = time.perf_counter(), Stopwatch(world.device)
                 # Dropout is a function of (seed, step, rank), so a checkpoint holds no random state.
                 torch.manual_seed(step_seed(config.run.seed, step=step, rank=world.rank))
-                batches = list(itertools.islice(stream, config.data.accumulation))
+                batches = upcoming
                 lengths = [length for batch in batches for length in batch.seq_lengths]
                 real, supervised, buffers, model_flops, hardware_flops = world.sum(
                     sum(lengths),
@@ -131,7 +132,6 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     operations.step(lengths),
                     operations.hardware(lengths, recomputed=share_full, mixing_again=share_mixing),
                 )
-                read = time.perf_counter()
                 clock.mark()
                 share = forward_backward(
                     root,
@@ -141,15 +141,17 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     reduce_each=config.parallel.reduce == "micro_batch",
                     handshake=step == done,
                 )
+                # The next step's batches, while the device computes: a checkpoint of this step is before them.
+                place, reading = data.state_dict(), time.perf_counter()
+                upcoming = list(itertools.islice(stream, config.data.accumulation if step + 1 < last else 0))
+                waited = time.perf_counter() - reading if clock.idle() else 0.0
                 norm = clip(root.parameters(), limit=config.optim.clip)
                 clock.mark()
                 loss, signals = world.sum(float(share), sigterm.came)  # waits for the device
                 finite = math.isfinite(loss) and math.isfinite(norm)
                 if not finite:
                     place = {"step": step + 1, "rank": world.rank}
-                    line = report_nonfinite(
-                        directory / "nonfinite", batches, **place, loss=loss, norm=norm
-                    )
+                    line = report_nonfinite(directory / "nonfinite", batches, **place, loss=loss, norm=norm)
                     if config.run.nonfinite == "stop":
                         raise NonFinite(f"{line}; run.nonfinite=skip leaves such steps out")
                     metrics.say(line)
@@ -175,7 +177,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     "real_tokens_per_s_per_rank": real / seconds / world.size,
                     "supervised_tokens_per_s": supervised / seconds,
                     "step_s": seconds,
-                    "data_s": read - started,
+                    "data_s": waited,
                     "forward_backward_s": forward_backward_s,
                     "optimizer_s": optimizer_s,
                     "model_flops": model_flops,
@@ -200,7 +202,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                         model=root.model,
                         optimizer=optimizer,
                         trainer={
-                            "loader": data.state_dict(),
+                            "loader": place,
                             "model": model_config.to_dict(),
                             "config": dataclasses.asdict(config),
                         },
