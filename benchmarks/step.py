@@ -3,10 +3,13 @@
     python benchmarks/step.py --layers 8 --lengths ../shared/data/ultrachat_like_lengths.npy     # one H200
     python benchmarks/step.py --model-config benchmarks/configs/qwen3-0.6b.json --name step-0.6b \
         --set data.buffers=2 --set model.checkpointing=0 --set model.precision=bf16 --steps 100   # data wait
+    python benchmarks/step.py --ranks 2 --buffers 8 --steps 50 --warmup 3 --name step-27b-2gpu \
+        --set model.precision=bf16 --set optim.lr=1e-4 --set schedule.warmup=5         # the loss falls
     python benchmarks/step.py --model-config benchmarks/configs/ladder-tiny.json --capacity 1024 --steps 4
 
 A few layers at the width of a 27B model; random weights and tokens. Saves step time, real tokens/s, MFU
-(Σ Lᵢ² for attention), peak memory and the share of its time that the device waited for data to results/step.json, or into $OUT.
+(Σ Lᵢ² for attention), peak memory and the share of the time that the device waited for data to
+results/step.json, or into $OUT.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="that count")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them that do not")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument(
+        "--buffers", type=int, help="of the set, which is repeated; a new one each by default"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
     parser.add_argument("--name", default="step", help="of the result")
     arguments = parser.parse_args()
@@ -48,7 +54,7 @@ def main() -> None:
             place / "shards",
             read_lengths(arguments.lengths, most=arguments.capacity),
             capacity=arguments.capacity,
-            buffers=arguments.ranks * steps,
+            buffers=arguments.buffers or arguments.ranks * steps,
             probes=1,
             vocabulary=model["vocab_size"],
         )

@@ -141,7 +141,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     reduce_each=config.parallel.reduce == "micro_batch",
                     handshake=step == done,
                 )
-                # The next step's batches, while the device computes: a checkpoint of this step is before them.
+                # The next step's batches, while the device computes: this step's checkpoint is before them.
                 place, reading = data.state_dict(), time.perf_counter()
                 upcoming = list(itertools.islice(stream, config.data.accumulation if step + 1 < last else 0))
                 waited = time.perf_counter() - reading if clock.idle() else 0.0
