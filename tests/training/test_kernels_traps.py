@@ -344,7 +344,7 @@ def test_compiled_layers_call_what_is_bound(hopper: None, monkeypatch: pytest.Mo
     pretend(monkeypatch, fla=None, causal_conv1d=package(causal_conv1d_fn=lambda x, *_, **__: 3.0 * x))
     model = bind(tiny(FAMILY["LFM2"]), device="cuda")
     layer = model.model.layers[0].conv
-    call = {"seq_idx": batch_of()["seq_idx"], "cu_seq_lens_q": batch_of()["cu_seq_lens_q"]}
+    call = {"seq_idx": batch_of()["seq_idx"]}  # all that 5.17's layer takes
     hidden = torch.randn(1, 9, 32)
     compiled = torch.compile(lambda hidden: layer(hidden, **call), backend="eager", fullgraph=True)
     assert torch.equal(compiled(hidden), layer(hidden, **call))
