@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from training.config import Parallel, Precision
 from training.data import OptionError
 from training.kernels import with_chunk_indices
+from training.launch import meet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ def join(parallel: Parallel) -> Iterator[World]:
 
     Raises:
         OptionError: `parallel.device` is "cuda" and there is none, or fewer GPUs than local ranks.
+        Unmet: some rank never came.
     """
     cuda = parallel.device == "cuda" or (parallel.device == "auto" and torch.cuda.is_available())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -76,20 +78,20 @@ def join(parallel: Parallel) -> Iterator[World]:
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    alone: dict[str, Any] = {}
-    if "RANK" not in os.environ:
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=parallel.timeout)
+    store, rank, size = meet(timeout=timeout) if "RANK" in os.environ else (dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
     # Both backends: counts go over gloo on the host, so that they never wait for the device.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        timeout=timedelta(seconds=parallel.timeout),
+        timeout=timeout,
         device_id=device if cuda else None,
-        **alone,
+        store=store,
+        rank=rank,
+        world_size=size,
     )
     try:
-        size = dist.get_world_size()
         mesh = make_mesh(device, size=size, replicas=parallel.replicas)
-        yield World(rank=dist.get_rank(), size=size, device=device, mesh=mesh)
+        yield World(rank=rank, size=size, device=device, mesh=mesh)
     finally:
         dist.destroy_process_group()
 
