@@ -2,12 +2,13 @@
 
 messages -> in the template's dialect (`dialect`) -> rendered, with a place for each (`template`) -> trained
 spans, found and checked by what probes showed of the template (`probes`, `calibrate`, `spans`) -> ids and
-labels (`encode`). `audit` asks a template what decides whether training on it is right; `tokenizer` loads.
+labels (`encode`), by tiktoken (`bpe`) where that is shown to be equal (`proof`). `audit` asks a template what
+decides whether training on it is right; `tokenizer` loads.
 """
 
 from packing.chat.audit import Audit, Finding, audit
 from packing.chat.dialect import Note
-from packing.chat.encode import ENCODING_VERSION, ChatEncoder, ChatOptions, encode_chat
+from packing.chat.encode import ENCODING_VERSION, ChatEncoder, ChatOptions, EncodersDiffer, encode_chat
 from packing.chat.tokenizer import load_tokenizer, tokenizer_digest
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Audit",
     "ChatEncoder",
     "ChatOptions",
+    "EncodersDiffer",
     "Finding",
     "Note",
     "audit",

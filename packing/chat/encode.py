@@ -9,21 +9,27 @@ labels   -100 ...                                            19841 151645 -100
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import logging
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from packing.chat import proof
+from packing.chat.bpe import BpeEncoder, Encoded, NotEqual, byte_places
 from packing.chat.calibrate import THINK, Calibration, calibrate
 from packing.chat.dialect import Note, adapt, check_tools, to_json
 from packing.chat.spans import check_untrained, find_turns, leaves
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
 from packing.chat.tokenizer import PROBES, any_of, plain_backend, tokenizer_digest
-from packing.errors import OptionError, Reason, RowRejected, TemplateError
+from packing.errors import OptionError, PadfreeError, Reason, RowRejected, TemplateError
 from packing.example import IGNORE_INDEX, Conversation, Example, make_example
 from packing.messages import clean, read_message, read_tools
 
@@ -31,6 +37,16 @@ ENCODING_VERSION = 1
 """Raised when the same conversation would give other tokens or another mask than before."""
 
 TrainOn = Literal["assistant", "last", "all", "completion"]
+
+SAMPLE_EVERY = 64
+"""One of so many of a call's examples is encoded by both encoders: at a sixth of the speed, that costs a
+tenth of the encoding, and a tenth of what the checks cost."""
+
+_log = logging.getLogger(__name__)
+
+
+class EncodersDiffer(PadfreeError):
+    """The fast encoder gave other ids than the tokenizer's own library: none that it gave can be trusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +62,8 @@ class ChatOptions:
         template_args: Variables for the template, such as `{"enable_thinking": False}`.
         template_date: The date YYYY-MM-DD that a template that prints today's date is given.
         control_tokens: What happens to a conversation whose text spells a control token.
+        encoder: What makes the ids, the same ones: the `tokenizers` library, or `tiktoken`, about six times
+            as fast, for tokenizers that are shown to be equal in it; "auto" takes it where they are.
     """
 
     train_on: TrainOn = "assistant"
@@ -54,12 +72,14 @@ class ChatOptions:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     template_date: str | None = None
     control_tokens: Literal["reject", "allow"] = "reject"
+    encoder: Literal["auto", "tokenizers", "tiktoken"] = "auto"
 
     def __post_init__(self) -> None:
         for name, known in (
             ("train_on", ("assistant", "last", "all", "completion")),
             ("turns", ("whole", "expand")),
             ("control_tokens", ("reject", "allow")),
+            ("encoder", ("auto", "tokenizers", "tiktoken")),
         ):
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
@@ -73,29 +93,42 @@ class _Draft:
 
     Attributes:
         number: Which conversation of the call it is of.
-        text: What is tokenized.
         notes: What happened so far.
-        chat: The render and what it was made of; None for plain text.
+        text: What is tokenized.
+        chat: What is rendered; None for plain text.
+        render: The render of that.
         spans: The trained characters of a chat.
     """
 
     number: int
-    text: str
     notes: list[str]
+    text: str = ""
     chat: _Chat | None = None
+    render: Render | None = None
     spans: Sequence[tuple[int, int]] = ()
 
 
 class _Chat(NamedTuple):
-    """A rendered conversation: `chosen` are the messages to train, `turn` is as in `Example`."""
+    """A conversation to render: `chosen` are the messages to train, `turn` is as in `Example`."""
 
-    render: Render
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None
     chosen: Sequence[int]
     turn: int
     template: ChatTemplate
     calibration: Calibration
+
+
+class _Tokens(NamedTuple):
+    """What a draft's text is encoded to: int32[L] ids and labels, how many are trained, and notes.
+
+    Plain text has its labels still to come.
+    """
+
+    ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    supervised: int
+    notes: Sequence[Note]
 
 
 class ChatEncoder:
@@ -117,6 +150,9 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.options = options or ChatOptions()
         self._backend = plain_backend(tokenizer)
+        self._bpe: BpeEncoder | None = None
+        self._verdict: proof.Verdict | None = None
+        self._counts: Counter[str] = Counter()
         special = {n: token for n, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = any_of(token.content for token in special.values())
         self._is_special = np.zeros(max((len(tokenizer), *(n + 1 for n in special))), np.bool_)
@@ -150,9 +186,11 @@ class ChatEncoder:
         self._control = any_of(control)
         self._outside = any_of(control | outside)
         self._joins = _Joins(control)
+        if self.options.encoder == "tiktoken":
+            self.prepare()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self.tokenizer, self.options))
+        return (_rebuild, (self.tokenizer, self.options, self._bpe is not None))
 
     @property
     def calibration(self) -> Calibration:
@@ -207,11 +245,61 @@ class ChatEncoder:
             raise result
         return result
 
-    def encode_many(self, conversations: Sequence[Conversation]) -> list[list[Example] | RowRejected]:
+    def prepare(self) -> None:
+        """Chooses the encoder; until then it is the tokenizer's own library.
+
+        The first time for a tokenizer some seconds, later half a second: to be called where thousands of
+        conversations follow, and before processes that share it.
+
+        Raises:
+            OptionError: tiktoken was asked for, and is not shown to give this tokenizer's ids.
+        """
+        if self.options.encoder == "tokenizers" or self._bpe is not None:
+            return
+        self._bpe, self._verdict = proof.build(plain_backend(self.tokenizer), digest=self.digest)
+        if self._bpe is not None:
+            return
+        name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
+        why = f"tiktoken is not shown to give the ids of {name}: {self._verdict.why_not}"
+        if self.options.encoder == "tiktoken":
+            raise OptionError(f"--encoder tiktoken: {why}; choose auto or tokenizers")
+        _log.warning("%s; encoding by tokenizers, at a sixth of the speed", why)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all that defines the ids of the tokenizer."""
+        return tokenizer_digest(self.tokenizer)
+
+    def encoder_report(self) -> dict[str, Any]:
+        """Which encoder is used, and why, for the records of a run."""
+        if self._verdict is None:
+            why = "asked for" if self.options.encoder == "tokenizers" else "not prepared: few conversations"
+            return {"encoder": "tokenizers", "why": why}
+        return {
+            "encoder": "tokenizers" if self._bpe is None else "tiktoken",
+            "why": self._verdict.why_not or "shown to be equal for this tokenizer",
+            "probe_seconds": round(self._verdict.seconds, 3),
+            "probe_remembered": self._verdict.remembered,
+            "sample_every": SAMPLE_EVERY,
+        }
+
+    def take_counts(self) -> Counter[str]:
+        """How many examples went which way, since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def encode_many(
+        self, conversations: Sequence[Conversation], *, lap: Callable[[str], None] = lambda stage: None
+    ) -> list[list[Example] | RowRejected]:
         """For each conversation its examples, or why it can't be used; with one call of the tokenizer.
+
+        Args:
+            conversations: Some hundred make the best use of a call.
+            lap: Called with the name of each stage when that is done.
 
         Raises:
             TemplateError: a conversation has messages, and the tokenizer has no chat template.
+            EncodersDiffer: a sample of the fast encoder's examples is not what the other gives.
         """
         self._backend = plain_backend(self.tokenizer)
         results: list[list[Example] | RowRejected] = [[] for _ in conversations]
@@ -220,26 +308,103 @@ class ChatEncoder:
         # templates and checks drive each other out of the processor's caches.
         for number, conversation in enumerate(conversations):
             _unless_rejected(results, number, self._draft, conversation, number, drafts, results)
+        lap("checks")
+        for draft in drafts:
+            _unless_rejected(results, draft.number, _render, draft)
+        lap("render")
+        for draft in drafts:
+            _unless_rejected(results, draft.number, self._check_render, draft)
+        lap("checks")
         for draft in drafts:
             _unless_rejected(results, draft.number, self._find_spans, draft)
-        for is_plain in (False, True):
-            batch = [draft for draft in drafts if (draft.chat is None) == is_plain]
-            encodings = self._backend.encode_batch([d.text for d in batch], add_special_tokens=is_plain)
-            for draft, encoding in zip(batch, encodings, strict=True):
-                finish = self._finish_text if is_plain else self._finish
-                _unless_rejected(results, draft.number, finish, draft, encoding, results)
+        lap("mask")
+        drafts = [d for d in drafts if isinstance(results[d.number], list) and (d.chat is None or d.spans)]
+        encoded = self._encode(drafts, lap)
+        for draft, tokens in zip(drafts, encoded, strict=True):
+            finish = self._finish_text if draft.chat is None else _finish
+            _unless_rejected(results, draft.number, finish, draft, tokens, results)
         for number, result in enumerate(results):
             if isinstance(result, list) and not result:
                 results[number] = RowRejected(
                     Reason.NOTHING_TO_TRAIN, "nothing is said in the turns to train"
                 )
+        lap("mask")
         return results
+
+    def _encode(self, drafts: Sequence[_Draft], lap: Callable[[str], None]) -> list[_Tokens | RowRejected]:
+        """The drafts' tokens: by the fast encoder where it can, and a sample of those by both.
+
+        Raises:
+            EncodersDiffer: the sample differs.
+        """
+        quick = [n for n, draft in enumerate(drafts) if self._bpe is not None and self._bpe.takes(draft.text)]
+        made: dict[int, _Tokens | RowRejected] = {}
+        if quick and not self._backend.encode_special_tokens:
+            assert self._bpe is not None
+            try:
+                encoded = self._bpe.encode([drafts[n].text for n in quick])
+            except NotEqual as error:
+                raise self._differ(str(error)) from error
+            lap("tokenize")
+            if encoded is not None:
+                made.update(zip(quick, _mask(encoded, [drafts[n] for n in quick], self._bpe), strict=True))
+                lap("mask")
+        sample = list(made)[::SAMPLE_EVERY]
+        rest = [n for n in range(len(drafts)) if n not in made]
+        known = self._by_reference([drafts[n] for n in (*sample, *rest)])
+        for n, tokens in zip(sample, known, strict=False):
+            if not _same(made[n], tokens):
+                raise self._differ(f"other ids for {drafts[n].text[:60]!r}")
+        self._counts += Counter(tiktoken=len(made), tokenizers=len(rest), both=len(sample))
+        made.update(zip(rest, known[len(sample) :], strict=True))
+        lap("tokenize")
+        return [made[n] for n in range(len(drafts))]
+
+    def _differ(self, what: str) -> EncodersDiffer:
+        proof.remember_difference(self.digest, what=what)
+        return EncodersDiffer(
+            f"tiktoken and tokenizers give other ids for a row of this run ({what}), so what was encoded "
+            "before can't be trusted: run again with --encoder tokenizers"
+        )
+
+    def _by_reference(self, drafts: Sequence[_Draft]) -> list[_Tokens | RowRejected]:
+        """By the tokenizer's own library."""
+        made: dict[int, _Tokens | RowRejected] = {}
+        for is_plain in (False, True):
+            batch = [n for n, draft in enumerate(drafts) if (draft.chat is None) == is_plain]
+            texts = [drafts[n].text for n in batch]
+            for n, encoding in zip(
+                batch, self._backend.encode_batch(texts, add_special_tokens=is_plain), strict=True
+            ):
+                made[n] = self._place(drafts[n], encoding)
+        return [made[n] for n in range(len(drafts))]
+
+    def _place(self, draft: _Draft, encoding: Any) -> _Tokens | RowRejected:
+        """The tokens of an encoding, those within the draft's spans trained."""
+        ids = np.array(encoding.ids, np.int32)
+        if (
+            self._forgeable
+            and draft.chat is not None
+            and int(self._is_special[ids].sum()) != len(self._special.findall(draft.text))
+        ):
+            return RowRejected(
+                Reason.CONTROL_TOKEN, "the tokenizer's normalizer makes a control token of text that is none"
+            )
+        labels = np.full(ids.size, IGNORE_INDEX, np.int32)
+        notes = []
+        for start, end in draft.spans:
+            first, across_start = token_at(encoding, start, len(draft.text), trimmed=self._trims)
+            last, across_end = token_at(encoding, end, len(draft.text), trimmed=self._trims)
+            labels[first:last] = ids[first:last]
+            notes += [Note.TOKEN_ACROSS_START] * across_start + [Note.TOKEN_ACROSS_END] * across_end
+        labels[:1] = IGNORE_INDEX
+        return _Tokens(ids, labels, int(np.count_nonzero(labels != IGNORE_INDEX)), notes)
 
     def fingerprint(self) -> dict[str, Any]:
         """All that decides which tokens a conversation gives; the same in every process."""
         return {
             "encoding_version": ENCODING_VERSION,
-            "tokenizer": tokenizer_digest(self.tokenizer),
+            "tokenizer": self.digest,
             "vocabulary": len(self.tokenizer),
             "special_tokens": {
                 key: str(value) for key, value in sorted(self.tokenizer.special_tokens_map.items())
@@ -270,7 +435,7 @@ class ChatEncoder:
         elif conversation.text is not None:
             text = self._check_plain(conversation.text)
             notes = [*conversation.notes, *([Note.SPACE_CUT] if text != conversation.text else [])]
-            drafts.append(_Draft(number=number, text=text, notes=notes))
+            drafts.append(_Draft(number=number, notes=notes, text=text))
         else:
             drafts += self._draft_chat(conversation, number)
 
@@ -290,25 +455,27 @@ class ChatEncoder:
         if self.options.turns == "expand":
             turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
             parts = [(messages[: place + 1], [place], turns.index(place)) for place in chosen]
-        drafts = []
-        for part, trained, turn in parts:
-            try:
-                render = template.render(part, tools=tools)
-            except RENDER_ERRORS as error:
-                raise RowRejected(
-                    Reason.TEMPLATE_ERROR, f"the chat template raises: {_short(error)}"
-                ) from error
-            _check_unicode(render.text)
-            if self.options.control_tokens == "reject":
-                self._check_joins(render, part, tools, template)
-            chat = _Chat(render, part, tools, trained, turn, template, calibration)
-            drafts.append(_Draft(number=number, text=render.text, notes=notes.copy(), chat=chat))
-        return drafts
+        return [
+            _Draft(
+                number=number,
+                notes=notes.copy(),
+                chat=_Chat(part, tools, trained, turn, template, calibration),
+            )
+            for part, trained, turn in parts
+        ]
 
-    def _find_spans(self, draft: _Draft) -> None:
+    def _check_render(self, draft: _Draft) -> None:
         if draft.chat is None:
             return
-        render, messages, tools, chosen, _, template, calibration = draft.chat
+        _check_unicode(draft.text)
+        if self.options.control_tokens == "reject":
+            self._check_joins(draft)
+
+    def _find_spans(self, draft: _Draft) -> None:
+        if draft.chat is None or draft.render is None:
+            return
+        render = draft.render
+        messages, tools, chosen, _, template, calibration = draft.chat
         turns = find_turns(render, messages, tools, template=template, calibration=calibration)
         if self.options.train_on == "all":
             draft.spans = [
@@ -339,31 +506,27 @@ class ChatEncoder:
         if found := self._control.search(tools_text):
             raise RowRejected(Reason.CONTROL_TOKEN, f"the tools spell the control token {found.group()!r}")
 
-    def _check_joins(
-        self,
-        render: Render,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template: ChatTemplate,
-    ) -> None:
+    def _check_joins(self, draft: _Draft) -> None:
         """No control token is put together from texts and what stands beside them.
 
         With the texts exchanged that could be a part of one, as many are printed. Costs a render, of rows
         with such a text.
         """
+        assert draft.chat is not None
+        messages, tools = draft.chat.messages, draft.chat.tools
         parts = {text for message in messages for text in _strings(message) if self._joins.may(text)}
         parts.update(text for text in _strings(tools or ()) if self._joins.may(text))
         if not parts:
             return
         names = {text: "\xa4" * (n + 1) for n, text in enumerate(sorted(parts))}
         try:
-            other = template.render(
+            other = draft.chat.template.render(
                 [{**_exchange(message, names), "role": message["role"]} for message in messages],
                 tools=_exchange(tools, names),
             )
         except RENDER_ERRORS:
             other = None
-        if other is None or len(self._control.findall(other.text)) != len(self._control.findall(render.text)):
+        if other is None or len(self._control.findall(other.text)) != len(self._control.findall(draft.text)):
             raise RowRejected(
                 Reason.CONTROL_TOKEN,
                 f"{min(parts)[:40]!r} and what the chat template prints beside it may make a control token",
@@ -403,41 +566,10 @@ class ChatEncoder:
             raise RowRejected(Reason.CONTROL_TOKEN, f"the text spells the control token {found.group()!r}")
         return text
 
-    def _finish(self, draft: _Draft, encoding: Any, results: list[Any]) -> None:
-        if draft.chat is None or not draft.spans:
-            return
-        ids = np.array(encoding.ids, np.int32)
-        if self._forgeable and int(self._is_special[ids].sum()) != len(self._special.findall(draft.text)):
-            raise RowRejected(
-                Reason.CONTROL_TOKEN, "the tokenizer's normalizer makes a control token of text that is none"
-            )
-        labels = np.full(ids.size, IGNORE_INDEX, np.int32)
-        length, supervised = len(draft.text), 0
-        for start, end in draft.spans:
-            first, across_start = token_at(encoding, start, length, trimmed=self._trims)
-            last, across_end = token_at(encoding, end, length, trimmed=self._trims)
-            labels[first:last] = ids[first:last]
-            supervised += last - max(first, 1)
-            if across_start:
-                draft.notes.append(Note.TOKEN_ACROSS_START)
-            if across_end:
-                draft.notes.append(Note.TOKEN_ACROSS_END)
-        labels[0] = IGNORE_INDEX
-        if supervised <= 0:
-            raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of the {ids.size} tokens is trained")
-        results[draft.number].append(
-            Example(
-                input_ids=ids,
-                labels=labels,
-                turn=draft.chat.turn,
-                messages=draft.chat.messages,
-                tools=draft.chat.tools,
-                notes=draft.notes,
-            )
-        )
-
-    def _finish_text(self, draft: _Draft, encoding: Any, results: list[Any]) -> None:
-        ids = list(encoding.ids)
+    def _finish_text(self, draft: _Draft, tokens: _Tokens | RowRejected, results: list[Any]) -> None:
+        if isinstance(tokens, RowRejected):
+            raise tokens
+        ids = tokens.ids.tolist()
         eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         if len(ids) > 1 and ids[0] == ids[1] == bos:
             del ids[0]
@@ -450,6 +582,84 @@ class ChatEncoder:
         results[draft.number].append(
             make_example(ids, trained=np.ones(len(ids), np.bool_), notes=draft.notes)
         )
+
+
+def _render(draft: _Draft) -> None:
+    if draft.chat is None:
+        return
+    try:
+        draft.render = draft.chat.template.render(draft.chat.messages, tools=draft.chat.tools)
+    except RENDER_ERRORS as error:
+        raise RowRejected(Reason.TEMPLATE_ERROR, f"the chat template raises: {_short(error)}") from error
+    draft.text = draft.render.text
+
+
+def _mask(encoded: Encoded, drafts: Sequence[_Draft], encoder: BpeEncoder) -> list[_Tokens]:
+    """The tokens of each draft, those within its spans trained: for all drafts at once.
+
+    A token across a span's start is not trained, one across its end is, as in `token_at`.
+    """
+    places: list[int] = []
+    for draft in drafts:
+        places += byte_places(draft.text, [place for span in draft.spans for place in span])
+    counts = [2 * len(draft.spans) for draft in drafts]
+    bytes_ = np.array(places, np.int64) + np.repeat(encoded.texts, counts)
+    tokens = encoded.begins.searchsorted(bytes_)
+    across = encoded.begins[tokens] != bytes_
+    size = encoded.ids.size + 1
+    opened = np.bincount(tokens[::2], minlength=size) - np.bincount(tokens[1::2], minlength=size)
+    trained = np.cumsum(opened)[:-1] > 0
+    firsts, lasts = encoded.bounds()
+    trained[firsts] = False
+    labels = np.where(trained, encoded.ids, np.int32(IGNORE_INDEX))
+    before = np.concatenate([[0], np.cumsum(trained)])
+    supervised = (before[lasts] - before[firsts]).tolist()
+    made = []
+    ends = np.cumsum(counts).tolist()
+    odd = set(np.repeat(np.arange(len(drafts)), counts)[across].tolist())
+    for n, (draft, first, last) in enumerate(zip(drafts, firsts.tolist(), lasts.tolist(), strict=True)):
+        ids, own = encoded.ids[first:last], labels[first:last]
+        if draft.chat is None:
+            before_text, behind = encoder.around
+            ids = own = np.concatenate([before_text, ids, behind]).astype(np.int32)
+        notes = _across(across[ends[n] - counts[n] : ends[n]].tolist()) if n in odd else ()
+        made.append(_Tokens(ids, own, supervised[n], notes))
+    return made
+
+
+def _across(across: Sequence[bool]) -> list[Note]:
+    """The notes for the starts and ends of spans, in turn."""
+    kinds = itertools.cycle((Note.TOKEN_ACROSS_START, Note.TOKEN_ACROSS_END))
+    return [note for note, is_across in zip(kinds, across, strict=False) if is_across]
+
+
+def _same(made: _Tokens | RowRejected, known: _Tokens | RowRejected) -> bool:
+    if isinstance(made, RowRejected) or isinstance(known, RowRejected):
+        return False
+    if not np.array_equal(made.ids, known.ids):
+        return False
+    return made.supervised == 0 == known.supervised or (
+        np.array_equal(made.labels, known.labels) and list(made.notes) == list(known.notes)
+    )
+
+
+def _finish(draft: _Draft, tokens: _Tokens | RowRejected, results: list[Any]) -> None:
+    if isinstance(tokens, RowRejected):
+        raise tokens
+    assert draft.chat is not None
+    if tokens.supervised <= 0:
+        raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of the {tokens.ids.size} tokens is trained")
+    draft.notes += tokens.notes
+    results[draft.number].append(
+        Example(
+            input_ids=tokens.ids,
+            labels=tokens.labels,
+            turn=draft.chat.turn,
+            messages=draft.chat.messages,
+            tools=draft.chat.tools,
+            notes=draft.notes,
+        )
+    )
 
 
 def _unless_rejected(
@@ -505,8 +715,11 @@ def _check_marks(template: ChatTemplate, calibration: Calibration) -> None:
             raise TemplateError(f"{template.name}: {rejection}") from rejection
 
 
-def _rebuild(tokenizer: Any, options: ChatOptions) -> ChatEncoder:
-    return ChatEncoder(tokenizer, options=options)
+def _rebuild(tokenizer: Any, options: ChatOptions, prepared: bool) -> ChatEncoder:
+    encoder = ChatEncoder(tokenizer, options=options)
+    if prepared:
+        encoder.prepare()
+    return encoder
 
 
 def _short(error: Exception) -> str:
