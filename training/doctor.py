@@ -16,6 +16,7 @@ import platform
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -207,9 +208,10 @@ class _Patient:
         except Unsupported as error:
             self.note(subject, name, "refused", str(error))
         except failures() as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-            detail = first if isinstance(error, KernelError) else f"{type(error).__name__}: {first}"
-            self.note(subject, name, "fail", detail)
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            named = f"{type(error).__name__}: {first} ({Path(place.filename).name}:{place.lineno})"
+            self.note(subject, name, "fail", first if isinstance(error, KernelError) else named)
 
     def check_packages(self, packages: Sequence[Package]) -> None:
         for package in packages:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from training import doctor
-from training.kernels import KernelError, packages, proof
+from training.kernels import KernelError, proof
 from training.kernels.families import FAMILIES, Family, tiny_config
 
 FAMILY = {family.name: family for family in FAMILIES}
@@ -109,7 +110,9 @@ def test_what_a_kernel_raises_is_a_failed_check(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(doctor.proof, "isolation", broken)
     found = doctor.run_doctor(families=[FAMILY["Llama"]], device="cpu")
     states = {check.name: (check.state, check.detail) for check in found.checks}
-    assert states["isolation"] == ("fail", "RuntimeError: nvcc is missing")
+    state, detail = states["isolation"]
+    assert state == "fail"
+    assert re.fullmatch(r"RuntimeError: nvcc is missing \(test_doctor\.py:\d+\)", detail)
     assert states["packed against alone"][0] == "ok"
 
 
@@ -174,11 +177,11 @@ def test_no_table_of_a_failed_proof(
     failed = doctor.run_doctor(families=two_families[:1], device="cpu")
     readme = tmp_path / "README.md"
     readme.write_text(before := f"{doctor.BEGIN}\nold\n{doctor.END}")
-    with pytest.raises(KernelError, match="Llama failed isolation: RuntimeError: nvcc is missing"):
+    with pytest.raises(KernelError, match=r"Llama failed isolation: RuntimeError: nvcc is missing \("):
         doctor.write_families(readme, failed)
     assert readme.read_text() == before
     table = doctor.families_table(found, fused=failed.as_json())
-    assert "| FAILED: RuntimeError: nvcc is missing |" in table
+    assert "| FAILED: RuntimeError: nvcc is missing (test_doctor.py:" in table
     refusal = doctor.Check(subject="Llama", name="bind", state="refused", detail="no sinks")
     assert doctor._cell([refusal], "isolation") == "refused: no sinks"
 
@@ -208,7 +211,13 @@ def test_main_prints_and_returns_the_exit_code(
     assert "has no markers" in capsys.readouterr().err
 
 
-def test_failures_are_known_kinds() -> None:
-    """What a diagnosis catches is what kernels raise, and not an interrupt."""
-    assert KeyboardInterrupt not in packages.failures()
-    assert not issubclass(KeyboardInterrupt, packages.failures())
+def test_a_mistake_of_ours_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no kernel raises, as a name that is not defined or an interrupt, is not turned into a line."""
+    for mistake in (NameError, KeyboardInterrupt):
+
+        def broken(*_: object, mistake: type[BaseException] = mistake, **__: object) -> None:
+            raise mistake
+
+        monkeypatch.setattr(doctor.proof, "isolation", broken)
+        with pytest.raises(mistake):
+            doctor.run_doctor(families=[FAMILY["Llama"]], device="cpu")

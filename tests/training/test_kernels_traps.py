@@ -10,6 +10,7 @@ import torch
 
 from training.kernels import (
     KernelError,
+    attention,
     bind,
     binding,
     convolution,
@@ -298,17 +299,83 @@ def test_the_boundaries_reach_the_packages(hopper: None, monkeypatch: pytest.Mon
 # --- packages ----------------------------------------------------------------------------------------------
 
 
-def test_a_broken_package_is_reported_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import a_missing_part", "ModuleNotFoundError: No module named 'a_missing_part'"),
+        ("from os import symbol_of_another_version", "ImportError: cannot import name 'symbol_of_another"),
+        ("raise OSError('libcudart.so.12: cannot open shared object file')", "OSError: libcudart.so.12:"),
+        ("raise RuntimeError('no kernel image for sm_70')", "RuntimeError: no kernel image for sm_70"),
+        ("import os; os.gone_from_this_torch", "AttributeError: module 'os' has no attribute 'gone_from"),
+        ("raise AssertionError('Torch not compiled with CUDA enabled')", "AssertionError: Torch not"),
+        ("raise ValueError('numpy.dtype size changed')", "ValueError: numpy.dtype size changed"),
+    ],
+    ids=["part", "symbol", "library", "architecture", "torch", "cuda", "numpy"],
+)  # fmt: skip
+def test_a_broken_package_is_reported_with_its_cause(
+    source: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A package that is there but does not import is not called missing."""
-    (tmp_path / "half_installed.py").write_text("import a_missing_subpackage\n")
-    (tmp_path / "torn.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
+    (tmp_path / "half_installed.py").write_text(f"{source}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "a_mere_folder").mkdir()
-    assert "no package" in str(probe("a_mere_folder").cause)
-    assert probe("half_installed").cause == "ModuleNotFoundError: No module named 'a_missing_subpackage'"
-    assert probe("torn").cause == "OSError: libcudart.so.12: cannot open shared object file"
-    assert probe("nowhere_to_be_found").cause == "not installed"
+    assert str(probe("half_installed").cause).startswith(cause)
+    assert "half_installed" not in sys.modules
+
+
+def test_an_absent_package_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a name nowhere to be found nor a mere folder of that name is a package that fails."""
+    (tmp_path / "a_mere_folder" / "part").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("a_mere_folder", "a_mere_folder.part", "nowhere_to_be_found"):
+        assert probe(module).cause == "not installed"
+    monkeypatch.setattr(packages_module, "_version", lambda distribution: "1.0")
+    assert probe("a_mere_folder").cause == "a folder of that name on the path hides it"
     assert probe("torch").cause is None
+
+
+def test_a_part_counts_only_with_its_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 4 lives inside `flash_attn`, whose version 2 brings an unfinished part of that name."""
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "__init__.py").touch()
+    (tmp_path / "older" / "part.py").write_text("import a_missing_part\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(packages_module.PACKAGES, "older.part", "newer")
+    assert probe("older.part").cause == "not installed"
+    monkeypatch.setattr(packages_module, "_version", lambda distribution: "4.0")
+    assert "a_missing_part" in str(probe("older.part").cause)
+
+
+def test_flash_attention_that_is_not_installed_is_refused(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention 3 or 4, asked for by name, is had or refused with its cause; the model stays unbound."""
+    model = tiny(FAMILY["Llama"])
+    for wanted in ("FA3", "FA4"):
+        with pytest.raises(KernelError, match=f"attention: {wanted} can't be used: No module named"):
+            bind(model, device="cuda", choose={"attention": wanted})
+        with pytest.raises(KernelError, match="is not bound"):
+            describe(model)
+
+    def broken(wanted: str) -> None:
+        raise RuntimeError(f"Module 'flash_attn_interface' does not expose {wanted} kernels")
+
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", broken)
+    with pytest.raises(KernelError, match=r"FA3 can't be used: Module .* does not expose FA3 kernels"):
+        bind(model, device="cuda", choose={"attention": "FA3"})
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 3"])
+def test_flash_attention_4_is_refused_for_windows(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its backward has no window, which a layer or its configuration knows: refused, chosen or active."""
+    refused = r"layers\.0\.self_attn: FlashAttention 4 can't train with a sliding window"
+    with pytest.raises(KernelError, match=refused):
+        bind(published(name), device="cuda", choose={"attention": "FA4"})
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: "FA4")
+    with pytest.raises(KernelError, match=refused):
+        bind(published(name), device="cuda")
+    bind(published("Llama"), device="cuda")
 
 
 def test_mamba_2_goes_through_tilelang_in_fp32(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

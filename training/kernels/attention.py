@@ -31,6 +31,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 # torch 2.13 wants the flag, 2.11 has no such parameter and takes unequal head counts as they are.
 _GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_NO_WINDOW = "FlashAttention 4 can't train with a sliding window: choose FA2 or FA3"
 
 
 def register() -> None:
@@ -75,7 +76,7 @@ def packed_varlen(
     """
     _refuse(module, query, key, attention_mask, dropout, cu_seq_lens_q, features)
     if query.is_cuda:
-        _refuse_fused(module, query, softcap, s_aux)
+        _refuse_fused(module, query, softcap, s_aux, sliding_window)
         return _varlen(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
     return _by_sequence(
         module, query, key, value, scaling, sliding_window, softcap, s_aux, cu_seq_lens_q
@@ -137,7 +138,11 @@ def _refuse(
 
 
 def _refuse_fused(
-    module: torch.nn.Module, query: torch.Tensor, softcap: float | None, s_aux: torch.Tensor | None
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    window: int | None,
 ) -> None:
     name, width = _name(module), query.shape[3]
     if s_aux is not None:
@@ -146,6 +151,8 @@ def _refuse_fused(
         raise Unsupported(f"{name}: torch's varlen attention has no softcap: bind with kernels='reference'")
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise KernelError(f"{name}: torch's varlen attention takes bf16 and fp16, not {query.dtype}")
+    if window is not None and current_flash_attention_impl() == "FA4":
+        raise KernelError(f"{name}: {_NO_WINDOW}")
     if width > 256 or width % 8:
         raise Unsupported(f"{name}: torch's varlen attention takes head dims of 8, 16, … 256, not {width}")
 
@@ -263,9 +270,12 @@ def choose(layer: torch.nn.Module, *, name: str, where: Machine, wanted: str | N
         )
     if getattr(layer, "sinks", None) is not None:
         raise Unsupported(f"{name}: torch's varlen attention has no sinks: bind with kernels='reference'")
-    if wanted == "FA4" and getattr(layer, "sliding_window", None) is not None:
-        raise KernelError(f"{name}: FlashAttention 4 can't train with a sliding window: choose FA2 or FA3")
-    return f"torch varlen_attn ({wanted or current_flash_attention_impl() or 'FA2'})"
+    kernel = wanted or current_flash_attention_impl() or "FA2"
+    # Most layers know their window, Mistral's asks the configuration at each call.
+    config = getattr(layer, "config", None)
+    if kernel == "FA4" and getattr(layer, "sliding_window", getattr(config, "sliding_window", None)):
+        raise KernelError(f"{name}: {_NO_WINDOW}")
+    return f"torch varlen_attn ({kernel})"
 
 
 def activate(wanted: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import platform
 import subprocess
 import sys
@@ -26,21 +25,34 @@ PACKAGES = {
     "liger_kernel": "liger-kernel",
     "flash_attn": "flash-attn",
     "flash_attn_interface": "flash-attn-3",
+    "flash_attn.cute": "flash-attn-4",
     "kernels": "kernels",
 }
 
-# Packages of compiled kernels fail to import in many ways: a missing sub-package, a shared library of another
-# torch, an architecture that they do not know. Each of these is a cause to show, never to pass over.
+# What the import of a package of compiled kernels raises where it is installed and does not fit: a cause to
+# show, never to pass over. Anything else is no misfit that is known, and is raised.
 IMPORT_FAILURES = (
-    ImportError, OSError, RuntimeError, AttributeError, AssertionError, ValueError, TypeError, KeyError,
-)  # fmt: skip
+    ImportError,  # a sub-package that is missing, a symbol of another version
+    OSError,  # a shared library that is not there
+    RuntimeError,  # a driver or an architecture that it does not serve
+    AttributeError,  # another torch: a function that has gone
+    AssertionError,  # a torch without CUDA, asked for the device's name
+    ValueError,  # another numpy: "dtype size changed"
+)
 
 
-def failures() -> tuple[type[BaseException], ...]:
-    """What a kernel may raise when it is compiled or run: for reports, which go on with the next kernel."""
+def failures() -> tuple[type[Exception], ...]:
+    """What a kernel raises when it is compiled or run: a report shows it and goes on with the next kernel."""
     triton = sys.modules.get("triton.errors")
     compiler = (triton.TritonError,) if triton is not None else ()
-    return (*IMPORT_FAILURES, ArithmeticError, subprocess.SubprocessError, KernelError, *compiler)
+    return (
+        KernelError,
+        *IMPORT_FAILURES,  # kernels import what they need when they are first called
+        TypeError,  # called with an argument that its version does not have
+        LookupError,  # tilelang's compiler hands on what its C++ raises
+        subprocess.SubprocessError,  # nvcc or ptxas
+        *compiler,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +75,25 @@ class Package:
 def probe(module: str) -> Package:
     """Imports a package and says what came of it: the real cause, where "not installed" would be a guess."""
     distribution = PACKAGES.get(module, module)
+    version = _version(distribution)
     cause = None
+    if version is None and "." in module:  # an older distribution may have such a part, unfinished
+        return Package(module=module, distribution=distribution, version=None, cause="not installed")
     try:
         if getattr(importlib.import_module(module), "__file__", None) is None:
-            cause = "a folder of that name is on the path, but no package"
+            # A namespace of that name: any folder on the path, or another distribution's.
+            cause = "not installed" if version is None else "a folder of that name on the path hides it"
     except IMPORT_FAILURES as error:
-        missing = importlib.util.find_spec(module.partition(".")[0]) is None
-        cause = "not installed" if missing else f"{type(error).__name__}: {error}".splitlines()[0]
-    return Package(module=module, distribution=distribution, version=_version(distribution), cause=cause)
+        cause = (
+            "not installed" if _absent(error, module) else f"{type(error).__name__}: {error}".splitlines()[0]
+        )
+    return Package(module=module, distribution=distribution, version=version, cause=cause)
+
+
+def _absent(error: Exception, module: str) -> bool:
+    """Whether the module itself was not found, and not one that it imports."""
+    named = error.name if isinstance(error, ModuleNotFoundError) else None
+    return named is not None and (module == named or module.startswith(f"{named}."))
 
 
 def _version(distribution: str) -> str | None:
