@@ -38,6 +38,15 @@ class Run:
     """Write the trace itself beside what was read off it."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient does; either way the examples' numbers are saved."""
+    spike: float = 10.0
+    """A loss so many median deviations above the last steps' median has its examples named; 0 names none."""
+    hang_s: float = 480.0
+    """Seconds without progress after which a rank says where it stands and ends with 86; 0 waits for good.
+    Less than parallel.timeout, which would end the ranks that wait but not name the one they wait for."""
+    loggers: tuple[str, ...] = ()
+    """Where the metrics go besides metrics.jsonl: "tensorboard", "wandb", "trackio"."""
+    project: str = "padfree"
+    """What wandb and trackio file the run under; its name there is that of its directory."""
     seed: int = 0
     """Of the initial weights, of the order of the data, and of dropout; 0 to 2**64 - 1."""
 
@@ -174,6 +183,8 @@ SECTIONS: dict[str, type[Any]] = typing.get_type_hints(Config)
 # key -> (least, most); a key that is not here may be any value of its type
 RANGES: dict[str, tuple[float, float]] = {
     "run.steps": (0, 2**31),
+    "run.spike": (0, 1e6),
+    "run.hang_s": (0, 1e6),
     "run.seed": (0, 2**64 - 1),
     "data.buffers": (1, 1024),
     "data.accumulation": (1, 2**20),

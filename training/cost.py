@@ -170,14 +170,17 @@ def price(
 
 def itemised(items: Mapping[str, int], *, world: World) -> list[str]:
     """The estimate line by line, and what is there."""
-    lines = [f"{size / 2**30:9.2f} GiB  {name}" for name, size in items.items() if size]
+    lines = [f"{_size(size)}  {name}" for name, size in items.items() if size]
     there = ""
     if world.device.type == "cuda":
-        there = f", the GPU has {torch.cuda.get_device_properties(world.device).total_memory / 2**30:.2f} GiB"
-    return [
-        *lines,
-        f"{sum(items.values()) / 2**30:9.2f} GiB  on each of {world.size} ranks, estimated{there}",
-    ]
+        there = f", the GPU has {_size(torch.cuda.get_device_properties(world.device).total_memory).strip()}"
+    total = _size(sum(items.values()))
+    return [*lines, f"{total}  on each of {world.size} ranks, estimated{there}"]
+
+
+def _size(count: int) -> str:
+    """Bytes in GiB, or in MiB where they are fewer than one."""
+    return f"{count / 2**30:9.2f} GiB" if count >= 2**30 else f"{count / 2**20:9.2f} MiB"
 
 
 def recomputed(config: Config, *, layers: int) -> tuple[float, float]:

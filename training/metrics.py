@@ -1,4 +1,4 @@
-"""What a run says of itself: a JSON line a step, and a live line on the terminal."""
+"""What a run says of itself: a JSON line a step, loggers by name, and a live line on the terminal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from training.data import InputError
 from training.faults import writing
+from training.loggers import Logger
 
 FILE = "metrics.jsonl"
 
@@ -20,11 +21,13 @@ FILE = "metrics.jsonl"
 class Metrics:
     """Rank 0's metrics file and display; on the other ranks nothing is written or shown.
 
-    Each line of the file is an object with `kind` ("bound", "train" or "eval") and `step`, the number
+    Each line of the file is an object with `kind` ("bound", "train", "spike", "eval") and `step`, the number
     of optimizer steps taken so far. Tokens a second count all ranks, `_per_rank` one of them.
     """
 
-    def __init__(self, directory: Path, *, steps: int, done: int, active: bool) -> None:
+    def __init__(
+        self, directory: Path, *, steps: int, done: int, active: bool, loggers: Sequence[Logger] = ()
+    ) -> None:
         """Opens the file.
 
         Args:
@@ -32,11 +35,13 @@ class Metrics:
             steps: The run's last step.
             done: Steps taken already.
             active: Whether this rank writes and shows.
+            loggers: Get each line's values too.
 
         Raises:
             OutputError: the system refuses to write, here or later.
         """
         self._active = active
+        self._loggers = loggers
         self._steps = steps
         self._done = done
         self._console = Console(highlight=False, soft_wrap=True)
@@ -69,6 +74,8 @@ class Metrics:
         self._progress.stop()
         if self._active:
             self._file.close()
+        for logger in self._loggers:
+            logger.close()
 
     def say(self, text: str) -> None:
         """One line to the person who watches."""
@@ -80,12 +87,15 @@ class Metrics:
         if not self._active:
             return
         self._write({"kind": "train", **values})
+        self._log("train", values)
+        real, supervised = values["real_tokens_per_s"], values["supervised_tokens_per_s"]
+        each = values["real_tokens_per_s_per_rank"], values["supervised_tokens_per_s_per_rank"]
         line = (
             f"loss {values['loss']:.4f}  grad {values['grad_norm']:.3g}  lr {values['lr']:.3g}  "
-            f"{values['real_tokens_per_s']:,.0f} real tok/s "
-            f"({values['real_tokens_per_s_per_rank']:,.0f} a rank)  "
-            f"{values['supervised_tokens_per_s']:,.0f} supervised  fill {values['fill']:.3f}  "
-            f"{values['step_s']:.2f} s  {values['memory_gib']:.1f} GiB"
+            f"{real:,.0f} real and {supervised:,.0f} supervised tokens/s"
+            + (f" ({each[0]:,.0f} and {each[1]:,.0f} a rank)" if each[0] < real else "")
+            + (f"  MFU {values['mfu']:.1%}" if "mfu" in values else "")
+            + f"  fill {values['fill']:.3f}  {values['step_s']:.2f} s  {values['memory_gib']:.1f} GiB"
         )
         if self._live:
             self._progress.update(self._task, completed=values["step"], line=line)
@@ -97,14 +107,31 @@ class Metrics:
         if self._active:
             self._write({"kind": "bound", "step": self._done, "rows": rows})
 
+    def spike(self, values: Mapping[str, Any]) -> None:
+        """A loss that stands out and the examples it is of, to the file and the display."""
+        if self._active:
+            self._write({"kind": "spike", **values})
+            worst = values["ranks"][0]
+            self.say(
+                f"step {values['step']}/{self._steps}  loss spike: {values['loss']:.4f}, expected below "
+                f"{values['limit']:.4f}; highest on rank {worst['rank']}, {worst['loss']:.4f}: examples "
+                f"{', '.join(map(str, worst['example_ids']))}; all are in {FILE}"
+            )
+
     def eval(self, values: Mapping[str, Any]) -> None:
         """An evaluation's values, to the file and the display."""
         if self._active:
             self._write({"kind": "eval", **values})
+            self._log("eval", values)
             self.say(
                 f"step {values['step']}/{self._steps}  evaluation loss {values['loss']:.4f} over "
                 f"{values['supervised_tokens']:,} supervised tokens  {values['eval_s']:.2f} s"
             )
+
+    def _log(self, kind: str, values: Mapping[str, Any]) -> None:
+        named = {f"{kind}/{key}": value for key, value in values.items() if key != "step"}
+        for logger in self._loggers:
+            logger.log(named, step=values["step"])
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with writing(Path(self._file.name)):

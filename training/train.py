@@ -26,6 +26,7 @@ from training.cost import itemised, peak_flops, price, recomputed, work
 from training.data import MicroBatch, TrainingData
 from training.faults import NonFinite, Signalled, Sigterm, report_nonfinite, writing
 from training.fused import fuse
+from training.loggers import check_loggers, open_loggers
 from training.loss import SupervisedLoss, choose_loss
 from training.metrics import Metrics
 from training.model import blocks, ends, freeze, load_weights, materialise, read_config, skeleton, whole
@@ -46,6 +47,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
     Raises:
         PadfreeError: anything that a user can cause, before the first step where it can be known there.
     """
+    check_loggers(config.run.loggers)
     with join(config.parallel) as world:
         # Shards and a model that fit each other, or one clear line.
         data, held_out = open_data(config, world)
@@ -101,7 +103,9 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
             with writing(directory):
                 directory.mkdir(parents=True, exist_ok=True)
                 (directory / "config.toml").write_text(to_toml(config), "utf-8")
-        with Metrics(directory, steps=last, done=done, active=world.chief) as metrics, Sigterm() as sigterm:
+        loggers = open_loggers(config, directory=directory, done=done) if world.chief else []
+        shown = Metrics(directory, steps=last, done=done, active=world.chief, loggers=loggers)
+        with shown as metrics, Sigterm() as sigterm:
             metrics.say(summary)
             metrics.bound([dataclasses.asdict(row) for row in kernels.describe(root.model)])
             if held_out and done == 0:
@@ -176,6 +180,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     "real_tokens_per_s": real / seconds,
                     "real_tokens_per_s_per_rank": real / seconds / world.size,
                     "supervised_tokens_per_s": supervised / seconds,
+                    "supervised_tokens_per_s_per_rank": supervised / seconds / world.size,
                     "step_s": seconds,
                     "data_s": waited,
                     "forward_backward_s": forward_backward_s,
