@@ -186,8 +186,8 @@ def _dry_run(arguments: argparse.Namespace) -> int:
 def bench(words: Sequence[str]) -> int:
     """Packs into a folder that is thrown away, and prints the seconds of each stage."""
     arguments = _packing_parser("bench").parse_args(words)
+    from packing import report as reports
     from packing.pipeline import pack_dataset
-    from packing.report import stages, stages_table
 
     with (
         _unwound_by_sigterm(),
@@ -201,9 +201,10 @@ def bench(words: Sequence[str]) -> int:
             on_progress=on_progress,
             **_packing_options(arguments),
         )
+    result = reports.bench(report)
     if arguments.json:
-        return _print_json({"seconds": stages(report), "tokens": report.accounting["tokens"]["in"]})
-    _console().print(stages_table(report))
+        return _print_json(result)
+    _console().print(reports.bench_table(result))
     return 0
 
 

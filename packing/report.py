@@ -155,37 +155,62 @@ def _shape(report: Mapping[str, Any]) -> Table:
 def stages(report: PackReport) -> dict[str, float]:
     """Seconds of each stage of a run with one worker, in order; together they are the whole run."""
     steps, inside = report.seconds, report.worker_seconds
+    collect = steps["rows"] - steps["read"] - sum(inside.values())
     return {
-        "load tokenizer, learn template": steps["open"],
-        "digest tokenizer and inputs": steps["digest inputs"],
-        "read": steps["rows"] - sum(inside.values()),
-        "parse": inside["parse"],
+        "start": steps["open"] + steps["digest"],  # tokenizer, template, and the digests of both
+        "read": steps["read"] + inside["parse"],
         "normalise": inside["normalise"],
-        "render, encode, mask": inside["encode"],
-        "fit": inside["fit"],
-        "plan and write": steps["write"],
+        "render": inside["render"],
+        "tokenize": inside["tokenize"],
+        "mask": inside["mask"] + inside["encode"],
+        "checks": inside["checks"] + inside["fit"],
+        "plan": steps["plan"],
+        "write": collect + steps["write"] + steps["finish"],
     }
 
 
-def stages_table(report: PackReport) -> RenderableType:
-    """Seconds and share of each stage, tokens/s, and where the limit lies."""
+def bench(report: PackReport) -> dict[str, Any]:
+    """What `padfree bench` says of a run with one worker.
+
+    Returns:
+        seconds and share by stage, rows, tokens and tokens_per_s, `limit` (the stage that takes longest),
+        `shared` (the part of the time that workers share) and `encoder`.
+    """
+    seconds, total = stages(report), report.seconds["total"]
+    tokens = report.accounting["tokens"]["in"]
+    return {
+        "seconds": seconds,
+        "share": {stage: taken / total for stage, taken in seconds.items()},
+        "total": total,
+        "rows": report.accounting["rows"]["in"],
+        "tokens": tokens,
+        "tokens_per_s": tokens / total,
+        "limit": max(seconds, key=lambda stage: seconds[stage]),
+        "shared": sum(report.worker_seconds.values()) / total,
+        "encoder": report.encoder,
+    }
+
+
+def bench_table(result: Mapping[str, Any]) -> RenderableType:
+    """`bench`, to be read: the stages, tokens/s, and where the limit lies."""
     from rich.console import Group
     from rich.table import Table
 
-    seconds, tokens = stages(report), report.accounting["tokens"]["in"]
-    total = sum(seconds.values())
+    total, shared, encoder = result["total"], result["shared"], result["encoder"]
     table = Table("", box=None, pad_edge=False, header_style="bold")
     for column in ("seconds", "share"):
         table.add_column(column, justify="right")
-    for stage, taken in seconds.items():
+    for stage, taken in result["seconds"].items():
         table.add_row(stage, f"{taken:.2f}", f"{taken / total:.1%}")
     table.add_row("all", f"{total:.2f}", "")
-    limit = max(seconds, key=lambda stage: seconds[stage])
-    divided = report.seconds["rows"] / total
+    more = ", ".join(f"{total * (1 - shared + shared / n):.1f} s with {n}" for n in (2, 4, 8))
     return Group(
         table,
-        f"\n{tokens:,} tokens, {tokens / total:,.0f} tokens/s in one process",
-        f"the limit: {limit}; the workers of pack share what takes {divided:.0%} of the time",
+        f"\n{result['rows']:,} rows, {result['tokens']:,} tokens, {result['tokens_per_s']:,.0f} tokens/s in "
+        "one process",
+        f"the limit: {result['limit']}. Workers share {shared:.0%} of the time: at best {more} of them.",
+        f"encoder: {encoder['encoder']} ({encoder['why']}); examples: "
+        + ", ".join(f"{count:,} by {name}" for name, count in encoder["examples"].items()),
     )
 
 

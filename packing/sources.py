@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import logging
 import os
 import re
@@ -111,6 +112,11 @@ class Source(ABC):
     def identity(self) -> Identity:
         """What makes it this input, for the fingerprint: its name and its content."""
 
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """About how many bytes there are to read."""
+
     @abstractmethod
     def chunks(self, *, rows: int) -> Iterator[Chunk]:
         """All records in order, at most `rows` a chunk; the cuts depend on the input alone.
@@ -150,12 +156,20 @@ class FileSource(Source):
         super().__init__(place, name=name, number=number)
         self._codec: str | None = None
         self._bom = False
+        self._sha256: str | None = None
         with _named(place):
             self._kind = self._look()
 
     def identity(self) -> Identity:
-        with _named(self.place):
-            return {"kind": "file", "name": self.name, "sha256": _sha256(self.place)}
+        """As `Source.identity`. Text that was read to its end was hashed on the way, else the file is."""
+        if self._sha256 is None:
+            with _named(self.place):
+                self._sha256 = _sha256(self.place)
+        return {"kind": "file", "name": self.name, "sha256": self._sha256}
+
+    @property
+    def size(self) -> int:
+        return os.path.getsize(self.place)
 
     def chunks(self, *, rows: int) -> Iterator[Chunk]:
         notes = {"byte_order_mark": 1} if self._bom else {}
@@ -221,8 +235,10 @@ class FileSource(Source):
         """The file's bytes, decompressed, without a byte order mark: 512 of them, then `BLOCK` at once."""
         import pyarrow as pa
 
-        with pa.OSFile(self.place) as file:
-            stream = pa.CompressedInputStream(file, self._codec) if self._codec else file
+        with _Hashed(self.place) as file:
+            stream: Any = file
+            if self._codec:
+                stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), self._codec)
             size = 0
             while block := stream.read(BLOCK if size else 512):
                 if size == 0 and block.startswith(BOM):
@@ -236,6 +252,22 @@ class FileSource(Source):
                     )
                 if block:
                     yield block
+            while file.read(BLOCK):  # behind what is compressed
+                pass
+            self._sha256 = file.sha256.hexdigest()
+
+
+class _Hashed(io.FileIO):
+    """A file that is hashed as it is read: the fingerprint costs no second pass over the bytes."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
+        self.sha256 = hashlib.sha256()
+
+    def read(self, size: int | None = -1) -> bytes:
+        block = super().read(size)
+        self.sha256.update(block)
+        return block
 
 
 def _refuse(head: bytes) -> None:
@@ -310,6 +342,10 @@ class DatasetSource(Source):
 
     def identity(self) -> Identity:
         return self._identity
+
+    @property
+    def size(self) -> int:
+        return int(self._dataset.data.nbytes)
 
     def chunks(self, *, rows: int) -> Iterator[Chunk]:
         return self._counted(arrow_chunks(self._batches(rows), source=self.number, rows=rows), records=len)

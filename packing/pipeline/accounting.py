@@ -32,6 +32,7 @@ class Accounting:
         truncated: Tokens cut off by overflow "truncate".
         notes: For each normalisation, the packed rows that it changed.
         input_notes: Lines of the input by what was passed over: blank lines, line ends, byte order marks.
+        encoders: How many examples each encoder saw.
         first_rejects: The first few, for an error's text.
         seconds: Time by stage, summed over the workers.
     """
@@ -47,6 +48,7 @@ class Accounting:
     truncated: int = 0
     notes: Counter[str] = field(default_factory=Counter)
     input_notes: Counter[str] = field(default_factory=Counter)
+    encoders: Counter[str] = field(default_factory=Counter)
     first_rejects: list[Reject] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -60,6 +62,7 @@ class Accounting:
         self.truncated += chunk.cut
         self.notes += chunk.notes
         self.input_notes.update(chunk.input_notes)
+        self.encoders.update(chunk.encoders)
         for stage, seconds in chunk.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         for part, held_out in (("packed", False), ("eval", True)):

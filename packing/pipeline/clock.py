@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 class Clock:
@@ -16,6 +20,17 @@ class Clock:
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
+
+    def timed(self, items: Iterable[Item], *, stage: str) -> Iterator[Item]:
+        """The items, and what it took to make them under the stage's name."""
+        rest = iter(items)
+        while True:
+            started = time.perf_counter()
+            item = next(rest, None)
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+            if item is None:
+                return
+            yield item
 
     @property
     def total(self) -> float:

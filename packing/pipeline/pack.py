@@ -6,10 +6,11 @@ import contextlib
 import datetime
 import functools
 import itertools
+import logging
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from packing.chat import ChatEncoder, ChatOptions, load_tokenizer
+from packing.chat import ChatEncoder, ChatOptions, EncodersDiffer, load_tokenizer
 from packing.errors import InputError, OptionError, RowRejected, TooManyRejects
 from packing.example import Conversation, Example, Overflow
 from packing.formats import FormatOptions, normalise
 from packing.pipeline.accounting import Accounting
 from packing.pipeline.clock import Clock
-from packing.pipeline.pool import map_in_order
+from packing.pipeline.pool import few_collections, map_in_order
 from packing.pipeline.rows import Reject, RowEncoder
 from packing.pipeline.store import EXAMPLE, ExampleStore, StoredPart, from_stored
 from packing.plan import Algorithm, check_options, lower_bound, plan_bins
@@ -33,6 +34,8 @@ from packing.sources import Source, SourceOptions, open_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 MAX_REJECTS = 0.1
 """Dirt in a real file is a row in a hundred; a wrong column, format or template rejects nearly all.
@@ -43,6 +46,9 @@ ROWS_PER_CHUNK = 256
 
 EVAL = "eval"
 """The part of the shard set that holds the conversations kept from training."""
+
+FAST_ENCODER_BYTES = 4 << 20
+"""Of inputs from which on the fast encoder is worth the half second that it takes to build."""
 
 BUFFERS_PER_REPORT = 64
 """Buffers written between two calls of `on_progress`."""
@@ -74,8 +80,10 @@ class PackReport:
         main: What it holds.
         eval: What its eval part holds, if one was asked for.
         accounting: Every row and token, as in the manifest.
-        seconds: Wall time of each step, and in `total`.
-        worker_seconds: What the step `rows` was spent on, summed over the workers.
+        encoder: What made the ids, why, and how many examples each encoder saw; the ids do not depend on it.
+        seconds: Wall time of each step, and in `total`; `read` is a part of `rows`, and what precedes
+            `finish` stands in run.json.
+        worker_seconds: What the step `rows` was spent on in the workers, summed over them.
     """
 
     out: str
@@ -84,6 +92,7 @@ class PackReport:
     main: PartReport
     eval: PartReport | None
     accounting: Mapping[str, Any]
+    encoder: Mapping[str, Any]
     seconds: Mapping[str, float]
     worker_seconds: Mapping[str, float]
 
@@ -168,67 +177,132 @@ def pack_dataset(
         TooManyRejects: more than `max_rejects`.
         OutputError: `out` exists, or can't be written.
     """
-    clock = Clock()
     _check(overflow=overflow, workers=workers, eval_fraction=eval_fraction, max_rejects=max_rejects)
     check_options(capacity=capacity, algorithm=algorithm, seed=seed)
-    names = _names(inputs)
-    opened = open_sources(names, options=sources or SourceOptions())
-    encode = RowEncoder(
-        encoder=_encoder(tokenizer, chat=chat),
-        formats=formats or FormatOptions(),
-        inputs=[source.name for source in opened],
+    job = _Job(
+        inputs=_names(inputs),
+        tokenizer=_loaded(tokenizer),
+        out=out,
         capacity=capacity,
         overflow=overflow,
-        eval_fraction=eval_fraction,
+        algorithm=algorithm,
         seed=seed,
+        eval_fraction=eval_fraction,
+        sources=sources or SourceOptions(),
+        formats=formats or FormatOptions(),
+        max_rejects=max_rejects,
+        workers=workers,
+        force=force,
+        on_progress=on_progress or (lambda _: None),
     )
-    clock.lap("open")
-    fingerprint = _fingerprint(encode, sources=opened, algorithm=algorithm)
-    clock.lap("digest inputs")
-    accounting = Accounting()
-    with (
-        ShardWriter(out, capacity=capacity, fingerprint=fingerprint, force=force) as writer,
-        ExampleStore(Path(out).resolve().parent) as store,
-    ):
-        chunks = itertools.chain.from_iterable(source.chunks(rows=ROWS_PER_CHUNK) for source in opened)
-        for chunk in map_in_order(encode, chunks, workers=workers):
-            accounting.add(chunk)
-            store.append(chunk.examples, tokens=chunk.tokens)
-            writer.add_rejects(_reject_line(reject, inputs=encode.inputs) for reject in chunk.rejects)
-            if on_progress:
-                on_progress(Progress(stage="reading", done=accounting.rows, rejected=accounting.rejected))
-        clock.lap("rows")
-        _check_rows(accounting, max_rejects=max_rejects, inputs=encode.inputs)
-        write = functools.partial(
-            _write,
-            inputs=encode.inputs,
-            capacity=capacity,
-            algorithm=algorithm,
-            seed=seed,
-            on_progress=on_progress,
+    chat = chat or ChatOptions()
+    with few_collections():
+        try:
+            return job.run(chat)
+        except EncodersDiffer as error:
+            if chat.encoder != "auto":
+                raise
+            log.warning("%s; packing again, with --encoder tokenizers", error)
+            return job.run(replace(chat, encoder="tokenizers"), differed=str(error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """The arguments of `pack_dataset`, checked."""
+
+    inputs: Sequence[str]
+    tokenizer: Any
+    out: str | Path
+    capacity: int
+    overflow: Overflow
+    algorithm: Algorithm
+    seed: int
+    eval_fraction: float
+    sources: SourceOptions
+    formats: FormatOptions
+    max_rejects: float
+    workers: int
+    force: bool
+    on_progress: OnProgress
+
+    def run(self, chat: ChatOptions, *, differed: str | None = None) -> PackReport:
+        """Packs; `differed` says why the run before this one was given up."""
+        clock = Clock()
+        sources = open_sources(self.inputs, options=self.sources)
+        encode = RowEncoder(
+            encoder=ChatEncoder(self.tokenizer, options=chat),
+            formats=self.formats,
+            inputs=[source.name for source in sources],
+            capacity=self.capacity,
+            overflow=self.overflow,
+            eval_fraction=self.eval_fraction,
+            seed=self.seed,
         )
-        held_out = part = None
-        if eval_fraction:
-            _check_parts(accounting, eval_fraction=eval_fraction)
-            part = writer.part(EVAL)
-            held_out = write(store.part(held_out=True), writer=part)
-        main = write(store.part(held_out=False), writer=writer)
+        if chat.encoder == "auto" and sum(source.size for source in sources) >= FAST_ENCODER_BYTES:
+            encode.encoder.prepare()  # before workers are forked, so that they share it
+        clock.lap("open")
+        fingerprint = functools.cache(lambda: _fingerprint(encode, sources=sources, algorithm=self.algorithm))
+        accounting = Accounting()
+        with (
+            ShardWriter(
+                self.out, capacity=self.capacity, fingerprint=fingerprint, force=self.force
+            ) as writer,
+            ExampleStore(Path(self.out).resolve().parent) as store,
+        ):
+            chunks = itertools.chain.from_iterable(source.chunks(rows=ROWS_PER_CHUNK) for source in sources)
+            for chunk in map_in_order(encode, clock.timed(chunks, stage="read"), workers=self.workers):
+                accounting.add(chunk)
+                store.append(chunk.examples, tokens=chunk.tokens)
+                writer.add_rejects(_reject_line(reject, inputs=encode.inputs) for reject in chunk.rejects)
+                self.on_progress(
+                    Progress(stage="reading", done=accounting.rows, rejected=accounting.rejected)
+                )
+                if self.workers > 1 and accounting.rows == chunk.rows:
+                    # The workers are busy now, and the import behind a first plan takes 0.4 s.
+                    plan_bins([], capacity=self.capacity, algorithm=self.algorithm)
+            clock.lap("rows")
+            _check_rows(accounting, max_rejects=self.max_rejects, inputs=encode.inputs)
+            fingerprint()
+            clock.lap("digest")
+            write = functools.partial(self._write, inputs=encode.inputs, clock=clock)
+            held_out = part = None
+            if self.eval_fraction:
+                _check_parts(accounting, eval_fraction=self.eval_fraction)
+                part = writer.part(EVAL)
+                held_out = write(store.part(held_out=True), writer=part)
+            main = write(store.part(held_out=False), writer=writer)
+            encoder = {**encode.encoder.encoder_report(), "examples": dict(accounting.encoders)}
+            report = PackReport(
+                out=str(self.out),
+                capacity=self.capacity,
+                workers=self.workers,
+                main=main,
+                eval=held_out,
+                accounting=accounting.as_json(),
+                encoder=encoder if differed is None else {**encoder, "why": differed},
+                seconds={**clock.seconds, "total": clock.total},
+                worker_seconds=dict(accounting.seconds),
+            )
+            run = _run(report, inputs=self.inputs, tokenizer=self.tokenizer.name_or_path)
+            if part:
+                part.finish(accounting.eval_as_json(), run=run)
+            writer.finish(report.accounting, run=run)
+        clock.lap("finish")
+        return replace(report, seconds={**clock.seconds, "total": clock.total})
+
+    def _write(
+        self, part: StoredPart, *, writer: PartWriter, inputs: Sequence[str], clock: Clock
+    ) -> PartReport:
+        """Plans on the lengths, then moves the tokens, once."""
+        plan = plan_bins(part.lengths, capacity=self.capacity, algorithm=self.algorithm, seed=self.seed)
+        clock.lap("plan")
+        for number in range(len(plan)):
+            if number % BUFFERS_PER_REPORT == 0:
+                self.on_progress(Progress(stage="writing", done=number, total=len(plan)))
+            writer.write(part.buffer(plan.bin(number)))
+        writer.add_examples(part.origins(inputs))
         clock.lap("write")
-        report = PackReport(
-            out=str(out),
-            capacity=capacity,
-            workers=workers,
-            main=main,
-            eval=held_out,
-            accounting=accounting.as_json(),
-            seconds={**clock.seconds, "total": clock.total},
-            worker_seconds=dict(accounting.seconds),
-        )
-        run = _run(report, inputs=names, tokenizer=encode.encoder.tokenizer.name_or_path)
-        if part:
-            part.finish(accounting.eval_as_json(), run=run)
-        writer.finish(report.accounting, run=run)
-    return report
+        return _part_report(part.examples, buffers=len(plan), capacity=self.capacity)
 
 
 def preview(
@@ -259,7 +333,7 @@ def preview(
         raise OptionError(f"a preview of {rows} rows can't be: choose at least 1")
     opened = open_sources(_names(inputs), options=sources or SourceOptions())
     encode = RowEncoder(
-        encoder=_encoder(tokenizer, chat=chat),
+        encoder=ChatEncoder(_loaded(tokenizer), options=chat or ChatOptions()),
         formats=formats or FormatOptions(),
         inputs=[source.name for source in opened],
         capacity=capacity,
@@ -318,9 +392,8 @@ def _names(inputs: Inputs) -> list[str]:
     return [str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)]
 
 
-def _encoder(tokenizer: str | Path | PreTrainedTokenizerBase, *, chat: ChatOptions | None) -> ChatEncoder:
-    loaded = load_tokenizer(str(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
-    return ChatEncoder(loaded, options=chat or ChatOptions())
+def _loaded(tokenizer: str | Path | PreTrainedTokenizerBase) -> Any:
+    return load_tokenizer(str(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
 
 
 def _fingerprint(encode: RowEncoder, *, sources: Sequence[Source], algorithm: Algorithm) -> dict[str, Any]:
@@ -334,26 +407,6 @@ def _fingerprint(encode: RowEncoder, *, sources: Sequence[Source], algorithm: Al
         "seed": encode.seed,
         "eval_fraction": encode.eval_fraction,
     }
-
-
-def _write(
-    part: StoredPart,
-    *,
-    writer: PartWriter,
-    inputs: Sequence[str],
-    capacity: int,
-    algorithm: Algorithm,
-    seed: int,
-    on_progress: OnProgress | None,
-) -> PartReport:
-    """Plans on the lengths, then moves the tokens, once."""
-    plan = plan_bins(part.lengths, capacity=capacity, algorithm=algorithm, seed=seed)
-    for number in range(len(plan)):
-        if on_progress and number % BUFFERS_PER_REPORT == 0:
-            on_progress(Progress(stage="writing", done=number, total=len(plan)))
-        writer.write(part.buffer(plan.bin(number)))
-    writer.add_examples(part.origins(inputs))
-    return _part_report(part.examples, buffers=len(plan), capacity=capacity)
 
 
 def _part_report(examples: NDArray[np.void], *, buffers: int, capacity: int) -> PartReport:
@@ -370,7 +423,7 @@ def _part_report(examples: NDArray[np.void], *, buffers: int, capacity: int) -> 
 
 def _run(report: PackReport, *, inputs: Sequence[str], tokenizer: str) -> dict[str, Any]:
     """What differs between equal runs, for run.json; the tokenizer's name is what `inspect` loads."""
-    packages = ("padfree", "datasets", "numpy", "pyarrow", "tokenizers", "transformers")
+    packages = ("padfree", "datasets", "numpy", "pyarrow", "tiktoken", "tokenizers", "transformers")
     return {
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
@@ -378,6 +431,7 @@ def _run(report: PackReport, *, inputs: Sequence[str], tokenizer: str) -> dict[s
         "inputs": inputs,
         "tokenizer": os.path.abspath(tokenizer) if os.path.isdir(tokenizer) else tokenizer,
         "workers": report.workers,
+        "encoder": report.encoder,
         "seconds": report.seconds,
         "worker_seconds": report.worker_seconds,
         "versions": {package: version(package) for package in packages},

@@ -1,6 +1,6 @@
 """What a worker does: a chunk of raw rows becomes arrays, and every row is accounted for.
 
-    Chunk -> parse -> normalise -> encode -> fit -> EncodedChunk
+    Chunk -> parse -> normalise -> (render, checks, tokenize, mask: encode) -> fit -> EncodedChunk
 
 Nothing here knows of other chunks, so the result is the same in any process and in any order.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ class EncodedChunk:
         cut: Tokens cut off by overflow "truncate".
         notes: For each normalisation, the number of packed rows to which it was applied.
         input_notes: The chunk's own notes, which count lines of the input.
+        encoders: How many examples each encoder saw.
         seconds: Time spent in each stage.
     """
 
@@ -72,6 +73,7 @@ class EncodedChunk:
     cut: int
     notes: Counter[str]
     input_notes: Mapping[str, int]
+    encoders: Mapping[str, int]
     seconds: Mapping[str, float]
 
 
@@ -104,7 +106,7 @@ class RowEncoder:
         clock.lap("parse")
         conversations = [self._normalise(record) for _, _, record in records]
         clock.lap("normalise")
-        encoded = self._encode(conversations)
+        encoded = self._encode(conversations, lap=clock.lap)
         clock.lap("encode")
         rows = _Rows()
         fits = iter(self._fits(encoded))
@@ -116,7 +118,12 @@ class RowEncoder:
             else:
                 self._fit(place, conversation, outcome, fits=fits, rows=rows)
         clock.lap("fit")
-        return rows.finish(count=len(records), input_notes=chunk.notes, seconds=clock.seconds)
+        return rows.finish(
+            count=len(records),
+            input_notes=chunk.notes,
+            encoders=self.encoder.take_counts(),
+            seconds=clock.seconds,
+        )
 
     def _normalise(self, record: Mapping[str, Any] | RowRejected) -> Conversation | RowRejected:
         if isinstance(record, RowRejected):
@@ -127,11 +134,11 @@ class RowEncoder:
             return error
 
     def _encode(
-        self, conversations: Sequence[Conversation | RowRejected]
+        self, conversations: Sequence[Conversation | RowRejected], *, lap: Callable[[str], None]
     ) -> list[list[Example] | RowRejected]:
         """The conversations' examples in one batch; rejections stay where they are."""
         good = [item for item in conversations if isinstance(item, Conversation)]
-        encoded = iter(self.encoder.encode_many(good))
+        encoded = iter(self.encoder.encode_many(good, lap=lap))
         return [next(encoded) if isinstance(item, Conversation) else item for item in conversations]
 
     def _fits(self, encoded: Sequence[Sequence[Example] | RowRejected]) -> list[bool]:
@@ -215,7 +222,12 @@ class _Rows:
         self.rejects.append(Reject(place, turn, error.reason.value, detail, tokens))
 
     def finish(
-        self, *, count: int, input_notes: Mapping[str, int], seconds: Mapping[str, float]
+        self,
+        *,
+        count: int,
+        input_notes: Mapping[str, int],
+        encoders: Mapping[str, int],
+        seconds: Mapping[str, float],
     ) -> EncodedChunk:
         nothing = np.empty(0, np.int32)
         return EncodedChunk(
@@ -230,6 +242,7 @@ class _Rows:
             cut=self.cut,
             notes=self.notes,
             input_notes=input_notes,
+            encoders=encoders,
             seconds=seconds,
         )
 

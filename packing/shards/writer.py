@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,8 @@ from packing.shards.manifest import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Fingerprint = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 _BATCH_TOKENS = 2**20  # tokens in an Arrow record batch: 8 MiB of ids and labels held while writing
 _EXAMPLES_ROWS = 2**16  # rows in a row group of examples.parquet, however they were added
@@ -78,14 +80,14 @@ class PartWriter:
     """
 
     def __init__(
-        self, folder: Path, *, capacity: int, fingerprint: Mapping[str, Any], buffers_per_shard: int
+        self, folder: Path, *, capacity: int, fingerprint: Fingerprint, buffers_per_shard: int
     ) -> None:
         for name, value in (("capacity", capacity), ("buffers_per_shard", buffers_per_shard)):
             if value < 1:
                 raise OptionError(f"{name} {value} can't be: choose 1 or more")
         self._folder = folder
         self._capacity = capacity
-        self._fingerprint = dict(fingerprint)
+        self._fingerprint = fingerprint
         self._buffers_per_shard = buffers_per_shard
         self._contents = no_contents()
         self._files: dict[str, dict[str, Any]] = {}
@@ -152,7 +154,7 @@ class PartWriter:
         self._parts[name] = PartWriter(
             folder,
             capacity=self._capacity,
-            fingerprint={**self._fingerprint, "part": name},
+            fingerprint={**self._known_fingerprint(), "part": name},
             buffers_per_shard=self._buffers_per_shard,
         )
         return self._parts[name]
@@ -184,7 +186,7 @@ class PartWriter:
                 {
                     "format_version": FORMAT_VERSION,
                     "capacity": self._capacity,
-                    "fingerprint": self._fingerprint,
+                    "fingerprint": self._known_fingerprint(),
                     "contents": self._contents,
                     "accounting": dict(accounting),
                     "files": self._files,
@@ -195,6 +197,9 @@ class PartWriter:
                 (self._folder / RUN).write_bytes(sealed(run))
             (self._folder / MANIFEST).write_bytes(manifest)
         self._digest = json.loads(manifest)["digest"]
+
+    def _known_fingerprint(self) -> dict[str, Any]:
+        return dict(self._fingerprint() if callable(self._fingerprint) else self._fingerprint)
 
     def _write_batch(self) -> None:
         """Writes the pending buffers as one record batch, into a new file where none is open."""
@@ -288,7 +293,8 @@ class ShardWriter(PartWriter):
     Args:
         out: The directory that is to appear.
         capacity: Most tokens in a buffer.
-        fingerprint: Identity of tokenizer, template, options and inputs; goes into the manifest.
+        fingerprint: Identity of tokenizer, template, options and inputs; goes into the manifest. A function
+            is asked for it when it is needed, by `part` and `finish`: by then the inputs were read.
         buffers_per_shard: Buffers in a data file; 4,096 of 8,192 tokens are 0.25 GiB.
         force: Replace a shard set that is there; it is kept until the new one is whole.
 
@@ -302,7 +308,7 @@ class ShardWriter(PartWriter):
         out: str | Path,
         *,
         capacity: int,
-        fingerprint: Mapping[str, Any],
+        fingerprint: Fingerprint,
         buffers_per_shard: int = 4096,
         force: bool = False,
     ) -> None:

@@ -192,18 +192,32 @@ def test_a_dry_run_shows_and_writes_nothing(padfree, tmp_path, monkeypatch):
     assert os.listdir() == ["rows.jsonl"]
 
 
+STAGES = ["start", "read", "normalise", "render", "tokenize", "mask", "checks", "plan", "write"]
+
+
 def test_bench_shows_every_stage(padfree):
     """The seconds of all stages add up to the run's, each has its share, and nothing stays behind."""
     status, out, err = padfree("bench", CHATS, "--tokenizer", TOKENIZER)
     assert (status, err) == (0, "")
-    shares = [
-        float(word[:-1]) for line in out.splitlines() for word in line.split()[-1:] if word.endswith("%")
-    ]
-    assert len(shares) == 8
-    assert abs(sum(shares) - 100) < 1
+    rows = [line.split() for line in out.splitlines() if line.endswith("%")]
+    assert [row[0] for row in rows] == STAGES
+    assert abs(sum(float(row[-1][:-1]) for row in rows) - 100) < 1
+    assert "tokens/s in one process" in out
+    assert "the limit: " in out
+
+
+def test_bench_gives_figures(padfree):
+    """As JSON: every stage took some time, the limit is the longest, and the rows and tokens are pack's."""
     status, out, _ = padfree("bench", CHATS, "--tokenizer", TOKENIZER, "--json")
+    found = json.loads(out)
     assert status == 0
-    assert min(json.loads(out)["seconds"].values()) >= 0
+    assert list(found["seconds"]) == list(found["share"]) == STAGES
+    assert min(found["seconds"].values()) > 0
+    assert found["limit"] == max(found["seconds"], key=found["seconds"].get)
+    assert sum(found["seconds"].values()) == pytest.approx(found["total"], rel=0.02)
+    assert found["tokens_per_s"] == pytest.approx(found["tokens"] / found["total"])
+    assert 0 < found["shared"] < 1
+    assert found["encoder"]["examples"]
 
 
 def test_template_says_whether_training_is_right(padfree, tmp_path):

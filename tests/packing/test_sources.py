@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -325,6 +326,21 @@ def test_identity_is_of_the_content(tmp_path: Path) -> None:
     after = [source.identity() for source in opened(tmp_path / "a.jsonl", tmp_path / "d")]
     assert before[0]["sha256"] != after[0]["sha256"]
     assert before[1]["sha256"] != after[1]["sha256"]
+
+
+@pytest.mark.parametrize("packed", [bytes, gzip.compress, zstd], ids=["plain", "gzip", "zstd"])
+def test_text_is_hashed_as_it_is_read(packed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read to its end, a file is not read again for its identity, which is the same as that of the file."""
+    data = packed(BOM + LINES * 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(data)
+    (source,) = opened(path)
+    (unread,) = opened(path)
+    expected = hashlib.sha256(data).hexdigest()
+    assert unread.identity()["sha256"] == expected
+    monkeypatch.delattr(sources, "_sha256")
+    assert sum(map(len, source.chunks(rows=7))) == len(ROWS) * 100
+    assert source.identity()["sha256"] == expected
 
 
 def test_folders_and_globs_are_expanded_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
