@@ -56,7 +56,7 @@ class Check:
     Attributes:
         subject: The model, or "packages".
         name: What was checked.
-        state: "refused" is a layer that is refused by design and fails nothing.
+        state: "refused" is a layer refused by design, which fails nothing unless that model was asked for.
         detail: The figures, or the cause and what to do.
         figures: The numbers, for machines.
     """
@@ -99,8 +99,9 @@ class Diagnosis:
                 if check.subject == subject:
                     lines.append(f"  {check.state} {check.name}: {check.detail}")
         failed = sum(check.state == "fail" for check in self.checks)
-        lines += ["", f"{failed} of {len(self.checks)} checks failed" if failed else "all is well"]
-        return lines
+        refused = [check.subject for check in self.checks if check.state == "refused"]
+        verdict = f"{failed} of {len(self.checks)} checks failed" if failed else "all is well"
+        return [*lines, "", verdict + (f"; refused: {', '.join(refused)}" if refused else "")]
 
 
 def run_doctor(
@@ -127,7 +128,7 @@ def run_doctor(
     # cuBLAS reads it at its first call, and the proof asks for sums in a fixed order.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     packages = [probe(name) for name in PACKAGES]
-    patient = _Patient(place, kernels, heard)
+    patient = _Patient(place, kernels, heard, may_refuse=target is None)
     patient.check_packages(packages)
     threads = _threads(1 if target is None else torch.get_num_threads())
     with threads, compilation.in_parallel():
@@ -178,7 +179,11 @@ def _subjects(
         try:
             config = transformers.AutoConfig.from_pretrained(target)
         except (OSError, ValueError, KeyError) as error:
-            raise KernelError(f"{target} has no configuration that transformers reads: {error}") from error
+            cause = str(error).splitlines()[0]
+            raise KernelError(
+                f"{target} has no configuration that transformers reads ({cause}): give a model's folder, its "
+                "config.json or its name on the Hub"
+            ) from error
         architecture = architecture_of(config)
         yield target, few_layers(config), architecture
 
@@ -186,9 +191,12 @@ def _subjects(
 class _Patient:
     """The machine under examination, and what was found so far."""
 
-    def __init__(self, place: str, kernels: Kernels, heard: Callable[[Check], None] | None) -> None:
+    def __init__(
+        self, place: str, kernels: Kernels, heard: Callable[[Check], None] | None, *, may_refuse: bool
+    ) -> None:
         self.place = place
         self.heard = heard
+        self.may_refuse = may_refuse  # one family of many; of the model that was asked for it is a failure
         self.kernels: Kernels = kernels
         self.fused = place == "cuda" and kernels != "reference"
         self.dtype = torch.bfloat16 if self.fused else torch.float32
@@ -206,7 +214,7 @@ class _Patient:
         try:
             yield
         except Unsupported as error:
-            self.note(subject, name, "refused", str(error))
+            self.note(subject, name, "refused" if self.may_refuse else "fail", str(error))
         except failures() as error:
             first = (str(error).strip().splitlines() or ["no message"])[0]
             place = traceback.extract_tb(error.__traceback__)[-1]

@@ -66,11 +66,28 @@ def test_what_a_user_can_cause_is_one_line(tmp_path: Path) -> None:
     """A missing directory or a model type nobody proved is a failed check that says the next step."""
     found = doctor.run_doctor(str(tmp_path), device="cpu")
     assert found.exit_code == 1
-    assert "has no configuration that transformers reads" in found.checks[-1].detail
+    assert "has no configuration that transformers reads (" in found.checks[-1].detail
+    assert "give a model's folder, its config.json or its name on the Hub" in found.checks[-1].detail
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     found = doctor.run_doctor(str(tmp_path), device="cpu")
     assert "model type 'gpt2' is not among those proven isolated" in found.checks[-1].detail
     assert all("\n" not in check.detail for check in found.checks)
+
+
+def test_a_refused_layer_fails_the_model_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among the built-in models a refusal is an answer and named at the end; of the user's own it is a 1."""
+    config = tiny_config(FAMILY["Llama"])
+    config.attention_dropout = 0.1
+    config.save_pretrained(tmp_path)
+    found = doctor.run_doctor(str(tmp_path), device="cpu")
+    assert found.exit_code == 1
+    assert "attention dropout 0.1 is not supported" in found.checks[-1].detail
+    monkeypatch.setattr(doctor, "tiny_config", lambda *_, **__: config)
+    found = doctor.run_doctor(families=[FAMILY["Llama"]], device="cpu")
+    assert found.exit_code == 0
+    assert found.lines()[-1] == "all is well; refused: Llama"
 
 
 def test_a_width_beyond_the_memory_is_refused(tmp_path: Path) -> None:

@@ -291,7 +291,8 @@ def choose(
         causes[choice] = cause
     raise KernelError(
         f"{name}: no fused {what}: {'; '.join(f'{choice}: {cause}' for choice, cause in causes.items())}. "
-        'Mend that, or write kernels = "reference" (many times slower)'
+        "Install flash-linear-attention>=0.6 or mend the cause, or write "
+        'kernels = "reference" (many times slower)'
     )
 
 
