@@ -179,9 +179,9 @@ def _subjects(
         try:
             config = transformers.AutoConfig.from_pretrained(target)
         except (OSError, ValueError, KeyError) as error:
-            cause = str(error).splitlines()[0]
+            said = str(error).splitlines()[0]
             raise KernelError(
-                f"{target} has no configuration that transformers reads ({cause}): give a model's folder, its "
+                f"{target} has no configuration that transformers reads ({said}): give a model's folder, its "
                 "config.json or its name on the Hub"
             ) from error
         architecture = architecture_of(config)
