@@ -12,25 +12,48 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from training.data import PadfreeError
-from training.faults import SIGNALLED, Signalled
+from training.faults import HUNG, SIGNALLED, Signalled
 
 COMMANDS = ("run", "check", "export", "plot")
+STATUSES = (
+    "Exit status: 0 success; 1 a check that fails; 2 what a line on stderr says; "
+    f"{SIGNALLED} SIGTERM or Ctrl-C, after the step at hand was saved: go on with --resume; "
+    f"{HUNG} no progress for run.hang_s seconds; 130 a second Ctrl-C, or one before the first step. "
+    "torchrun reports a rank's status and itself ends with 1."
+)
+
+
+class Exact(argparse.ArgumentParser):
+    """A parser that takes no beginning of a flag for the flag."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments; `run` is understood where no command is named."""
-    main = argparse.ArgumentParser(
-        prog="python -m training", description="Trains on the shards that `padfree pack` wrote."
+    main = Exact(
+        prog="python -m training",
+        description="Trains on the shards that `padfree pack` wrote.",
+        epilog=STATUSES,
     )
-    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="train; the default, its name can be left out")
+    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Exact)
+    run = commands.add_parser("run", help="train; the default, its name can be left out", epilog=STATUSES)
     run.add_argument("config", metavar="run.toml")
     run.add_argument(
         "--set", action="append", default=[], metavar="section.key=value", help="overrides the file"
     )
     run.add_argument("--resume", action="store_true", help="go on from the run directory's newest checkpoint")
+    run.add_argument(
+        "--accept",
+        action="append",
+        default=[],
+        metavar="section.key",
+        help="with --resume: a setting that may differ from the checkpoint's although it changes the losses",
+    )
     run.add_argument("--profile", metavar="FIRST:LAST", help="trace these steps; short for --set run.profile")
     run.add_argument("--dry-run", action="store_true", help="check and print what would run, then stop")
     check = commands.add_parser("check", help="compare a run's evaluation losses at its start and end")
@@ -51,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-        0 for success, 1 for a check that fails, 2 for anything else that a user can cause, and
-        85 where SIGTERM ended the run after it saved.
+        What `STATUSES` says.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] not in (*COMMANDS, "-h", "--help"):
@@ -85,15 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load(arguments.config, overrides=[*arguments.set, *profile])
         from training.train import train  # torch and transformers: seconds, and needless for a typo
 
-        # torchrun starts all ranks again after a failure, with --max-restarts: then go on by itself.
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        train(config, resume=arguments.resume or restarted, dry_run=arguments.dry_run)
+        train(config, resume=arguments.resume, accept=arguments.accept, dry_run=arguments.dry_run)
     except Signalled as error:
         _say(error)
         return SIGNALLED
     except PadfreeError as error:
         _say(error)
         return 2
+    except KeyboardInterrupt:
+        print("training: interrupted, nothing saved since the last checkpoint", file=sys.stderr, flush=True)
+        return 130
     return 0
 
 

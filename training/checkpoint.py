@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +29,32 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from training.config import Checkpoint
-from training.data import OutputError, ResumeError
+from training.config import Checkpoint, Config
+from training.data import OptionError, OutputError, ResumeError
 from training.faults import writing
 from training.metrics import FILE as METRICS
 from training.parallel import World
 
 FOLDER = "checkpoints"
 TRAINER = "trainer.json"
+_NAME = "step-{:08d}"
 DIGESTS = "digests-{}.json"
-FORMAT = 1
+FORMAT = 2
 _INCIDENTAL = ("transformers_version", "_name_or_path", "dtype", "use_cache")  # no part of the mathematics
+_FREE = (
+    *("run.dir", "run.steps", "run.profile", "run.trace", "run.nonfinite", "run.spike", "run.hang_s"),
+    *(
+        "data.shards",
+        "data.prefetch",
+        "data.buffers",
+        "data.accumulation",
+    ),  # fingerprint and step are compared
+    *("model.weights", "model.config"),  # the model itself is compared
+    *("model.kernels", "model.loss", "model.loss_chunk", "model.delta_rule", "model.fused", "model.compile"),
+    *("model.checkpointing", "model.keep_layers", "model.whole_layers", "model.host_layers"),
+    *("parallel.*", "eval.*", "checkpoint.*"),
+)
+"""Settings that may change when a run goes on: rounding apart, its losses stay what they would have been."""
 _MODEL = "model."
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # names that fit any number of ranks
 
@@ -78,10 +95,12 @@ class Saver:
             OutputError: the system refuses, now or while it wrote the one before.
         """
         self.finish()
-        final = self._directory / f"step-{step:08d}"
+        final = self._directory / _NAME.format(step)
         partial = self._directory / f".{final.name}.partial"
         if self._world.chief:
-            text = json.dumps({"format": FORMAT, "step": step, **trainer}, indent=1)
+            text = json.dumps(
+                {"format": FORMAT, "step": step, "ranks": self._world.size, **trainer}, indent=1
+            )
             with writing(partial):
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
@@ -135,7 +154,7 @@ class Saver:
             os.replace(partial, final)
             keep, every = self._options.keep, self._options.keep_every
             for old in sorted(_all(self._directory))[:-keep] if keep else []:
-                if not (every and int(old.name.removeprefix("step-")) % every == 0):
+                if not (every and _step(old) % every == 0):
                     shutil.rmtree(old)
 
 
@@ -191,7 +210,7 @@ def check_digests(checkpoint: Path, *, rank: int, world_size: int) -> None:
 
 
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
-    """What rank 0 wrote beside the tensors: `step`, `loader`, `model` and `config`.
+    """What rank 0 wrote beside the tensors: `step`, `ranks`, `loader`, `model` and `config`.
 
     Raises:
         ResumeError: missing, damaged or of another format.
@@ -205,21 +224,63 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     return trainer
 
 
-def check_run_directory(directory: Path, *, resume: bool) -> None:
-    """Refuses to write into a run that is there already, unless it is to go on.
+def choose(directory: Path, *, resume: bool, restarted: bool, world: World) -> Path | None:
+    """The checkpoint to go on from, or None to begin at step 0: what rank 0 sees, for all ranks.
+
+    Args:
+        directory: The run directory.
+        resume: Go on with the run that is there.
+        restarted: torchrun started this rank again, so go on if there is anything to go on with.
+        world: The ranks.
 
     Raises:
-        OutputError: it holds checkpoints or metrics.
+        OutputError: it holds a run and is not to go on.
+        ResumeError: it holds none and is to go on, or this rank does not see what rank 0 sees.
     """
-    if not resume and any((directory / name).exists() for name in (FOLDER, METRICS)):
+    found = newest(directory / FOLDER)
+    held = any((directory / name).exists() for name in (FOLDER, METRICS))
+    seen, step, again = world.sum(
+        world.chief and held, _step(found) if found and world.chief else 0, restarted
+    )
+    if resume and not seen and not again:
+        raise ResumeError(f"{directory} holds no run to go on with: check run.dir, or start without --resume")
+    if seen and not (resume or again):
         raise OutputError(f"{directory} holds a run already: go on with --resume, or choose another run.dir")
+    if not step or not (resume or again):
+        return None
+    chosen = directory / FOLDER / _NAME.format(int(step))
+    if not chosen.exists():
+        raise ResumeError(
+            f"rank {world.rank} does not see {chosen}, rank 0 does: run.dir must be on a shared disk"
+        )
+    return chosen
 
 
-def check_resume(trainer: Mapping[str, Any], *, model: Mapping[str, Any], steps: int) -> None:
-    """Refuses a checkpoint of another model, or of a run that is at its end.
+def check_resume(
+    trainer: Mapping[str, Any],
+    *,
+    model: Mapping[str, Any],
+    steps: int,
+    config: Config,
+    ranks: int,
+    accept: Sequence[str] = (),
+) -> str:
+    """Refuses a checkpoint of another model, of other settings, or of a run that is at its end.
+
+    Args:
+        trainer: What is saved.
+        model: This run's model configuration.
+        steps: This run's last step.
+        config: This run's configuration.
+        ranks: Number of ranks.
+        accept: Settings that may differ although losses then do.
+
+    Returns:
+        The settings that differ, as "data.prefetch 2 → 4"; "" where none does.
 
     Raises:
-        ResumeError: names the first difference, or the steps.
+        ResumeError: names the first difference of the model, all differing settings, or the steps.
+        OptionError: `accept` names no setting.
     """
     saved, model = trainer["model"], json.loads(json.dumps(model))  # keys as text on both sides
     for key in sorted(saved.keys() | model.keys()):
@@ -228,10 +289,38 @@ def check_resume(trainer: Mapping[str, Any], *, model: Mapping[str, Any], steps:
                 f"the checkpoint is of another model: its {key} is {saved.get(key)!r}, "
                 f"here {model.get(key)!r}"
             )
+    before, here = (_settings(table) for table in (trainer["config"], dataclasses.asdict(config)))
+    if unknown := [key for key in accept if key not in here]:
+        raise OptionError(f"--accept {unknown[0]}: no setting has that name")
+    changed = {key: (before[key], here[key]) for key in here if key in before and before[key] != here[key]}
+    refused = [key for key in changed if not any(fnmatch(key, name) for name in (*_FREE, *accept))]
+    if refused:
+        was = ", ".join(f"{key} = {changed[key][0]!r} (here {changed[key][1]!r})" for key in refused)
+        flags = " ".join(f"--accept {key}" for key in refused)
+        raise ResumeError(f"the checkpoint was saved with {was}: set it so again, or add {flags}")
+    was_step, step = _buffers(before, trainer["ranks"]), _buffers(here, ranks)
+    if was_step != step and not set(accept) & {"data.buffers", "data.accumulation"}:
+        raise ResumeError(
+            f"the checkpoint's steps were of {was_step} buffers on {trainer['ranks']} ranks, here of {step} "
+            f"on {ranks}: change data.accumulation or data.buffers, or add --accept data.accumulation"
+        )
     if trainer["step"] >= steps:
         raise ResumeError(
             f"the run has taken {trainer['step']} of {steps} steps: raise schedule.steps or run.steps"
         )
+    return ", ".join(f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items())
+
+
+def _settings(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A configuration as one level of keys, its values as JSON gives them back."""
+    flat = {f"{section}.{key}": value for section, part in table.items() for key, value in part.items()}
+    found: dict[str, Any] = json.loads(json.dumps(flat))
+    return found
+
+
+def _buffers(settings: Mapping[str, Any], ranks: int) -> int:
+    """Buffers of a step over all ranks."""
+    return int(settings["data.buffers"]) * int(settings["data.accumulation"]) * ranks
 
 
 def load(checkpoint: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -291,6 +380,10 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 def _all(directory: Path) -> list[Path]:
     return [path for path in directory.glob("step-*") if (path / TRAINER).exists()]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _first_line(error: BaseException) -> str:

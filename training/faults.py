@@ -1,19 +1,30 @@
-"""What stops a run before its end, and what it leaves behind: a value that is not finite, a signal."""
+"""What stops a run before its end, and what it leaves behind: bad values, signals, hangs, lost ranks."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import signal
+import statistics
+import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from types import FrameType, TracebackType
 from typing import Any
 
 from training.data import MicroBatch, OutputError, PadfreeError
 
 SIGNALLED = 85
-"""Exit status of a run that SIGTERM ended after it saved a checkpoint."""
+"""Exit status of a run that SIGTERM or Ctrl-C ended after it saved a checkpoint."""
+HUNG = 86
+"""Exit status of a rank that took no step for `run.hang_s` seconds."""
+_PATIENCE = 10
+_GLOO = "gloo/transport"
 
 
 class NonFinite(PadfreeError):
@@ -21,7 +32,11 @@ class NonFinite(PadfreeError):
 
 
 class Signalled(PadfreeError):
-    """SIGTERM came: the run saved a checkpoint and can go on with --resume."""
+    """SIGTERM or Ctrl-C came: the run saved a checkpoint and can go on with --resume."""
+
+
+class PeerLost(PadfreeError):
+    """Another rank died, or took no part in a collective in time."""
 
 
 @contextmanager
@@ -40,24 +55,168 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-class Sigterm:
-    """Within the block, SIGTERM only raises a flag: schedulers send it some time before they kill."""
+@contextmanager
+def naming_lost_peers() -> Iterator[None]:
+    """Turns what a collective raises within the block, when another rank is gone, into one line.
+
+    Raises:
+        PeerLost: with gloo's or NCCL's own words.
+    """
+    from torch.distributed import DistError  # not above: the command names these errors before it needs torch
+
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, DistError) and _GLOO not in str(error):
+            raise
+        raise PeerLost(
+            f"another rank is gone or did not answer: {str(error).splitlines()[0]}; its own lines say why. "
+            "Start again with --resume, or let torchrun do so (--max-restarts)"
+        ) from error
+
+
+class StopSignal:
+    """Within the block, SIGTERM and Ctrl-C only raise a flag; a second one ends the process at once.
+
+    Schedulers send SIGTERM some time before they kill.
+    """
 
     def __init__(self) -> None:
-        self.came = False
-        self._before: Any = None
+        self.name = ""
+        """What came, as "SIGTERM"; "" while nothing did."""
+        self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Sigterm:
-        self._before = signal.signal(signal.SIGTERM, self._note)
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        if self.name:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+
+class Watchdog:
+    """Within the block, a thread that ends a process which makes no progress, and says where it stood.
+
+    A hang waits for good without it, or until a collective's timeout kills the ranks that wait, and the one
+    that they wait for is never named. The thread needs Python's lock: code that hangs while it holds it is
+    not seen.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, hang_s: float) -> None:
+        """Starts nothing yet.
+
+        Args:
+            folder: Gets a file with the stacks of all threads and, on CUDA, NCCL's flight record.
+            rank: Of this process.
+            hang_s: Seconds without progress that are a hang; 0 watches nothing.
+        """
+        self._folder, self._rank, self._hang_s = folder, rank, hang_s
+        self._over = Event()
+        self._thread = Thread(target=self._watch, name="padfree-watchdog")
+        self.at(0, "starting", slow=True)
+
+    def __enter__(self) -> Watchdog:
+        if self._hang_s:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._hang_s:
+            self._thread.join()
+
+    def at(self, step: int, phase: str, *, slow: bool = False) -> None:
+        """Progress: the step at hand, counted from 1, and what it begins to do.
+
+        Args:
+            step: The step.
+            phase: As "reading data".
+            slow: May take ten times as long: compiling in the first step, writing a checkpoint.
+        """
+        allowed = self._hang_s * (_PATIENCE if slow else 1)
+        self._mark = time.monotonic() + allowed, allowed, step, phase
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._hang_s / 10)):
+            deadline, allowed, step, phase = self._mark
+            if time.monotonic() > deadline:
+                self._report(allowed, step, phase)
+                os._exit(HUNG)  # the main thread hangs: nothing gentler reaches it
+
+    def _report(self, allowed: float, step: int, phase: str) -> None:
+        file = self._folder / f"step-{step:08d}-rank-{self._rank}.txt"
+        line = f"rank {self._rank}: no progress for {allowed:g} s at step {step}, {phase}"
+        print(f"training: {line}; stacks in {file}", file=sys.stderr, flush=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with file.open("w", encoding="utf-8") as out:
+                print(line, file=out, flush=True)
+                faulthandler.dump_traceback(out, all_threads=True)
+            if record := _flight_record():
+                file.with_suffix(".nccl.json").write_bytes(record)
+        except OSError as error:
+            print(f"training: {file}: can't be written: {error}", file=sys.stderr, flush=True)
+
+
+def _flight_record() -> bytes | None:
+    """What NCCL's flight recorder holds of the last collectives, JSON; None where NCCL was not used."""
+    import torch
+    from torch._C import _distributed_c10d as c10d
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    record: bytes = c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)  # type: ignore[attr-defined]
+    return record
+
+
+def keep_flight_records(folder: Path) -> None:
+    """Has NCCL's watchdog, after `parallel.timeout`, write its flight record here, not below the home folder.
+
+    To be called before the process group is made. The names are those of torch 2.11 and of newer ones.
+    """
+    for name in ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
+        os.environ.setdefault(name, str(folder / "nccl-rank-"))
+
+
+class Spikes:
+    """Tells losses that stand out of the last ones: above their median by `times` their median deviation."""
+
+    WINDOW = 64
+    LEAST = 8
+
+    def __init__(self, times: float) -> None:
+        """Has seen nothing.
+
+        Args:
+            times: How many median absolute deviations are a spike; 0 finds none.
+        """
+        self._times = times
+        self._losses: deque[float] = deque(maxlen=self.WINDOW)
+
+    def limit(self, loss: float) -> float | None:
+        """Takes a step's loss in; if it is a spike, what it should have stayed below.
+
+        A deviation counts as one percent of the median at least, so that a quiet run does not cry.
+        """
+        found = None
+        if self._times and len(self._losses) >= self.LEAST:
+            median = statistics.median(self._losses)
+            deviation = statistics.median(abs(value - median) for value in self._losses)
+            highest = median + self._times * max(deviation, abs(median) / 100)
+            found = highest if loss > highest else None
+        self._losses.append(loss)
+        return found
 
 
 def report_nonfinite(

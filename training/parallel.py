@@ -46,6 +46,12 @@ class World:
         result: list[float] = total.tolist()
         return result
 
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each rank, in their order, on the host: a message a rank, so for rare events."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def peak_memory(self) -> tuple[float, float]:
         """Most memory since the start in GiB: allocated and reserved on the GPU, or resident on a CPU."""
         if self.device.type == "cuda":

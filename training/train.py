@@ -24,8 +24,19 @@ from training import checkpoint, kernels
 from training.config import Config, Precision, to_toml
 from training.cost import itemised, peak_flops, price, recomputed, work
 from training.data import MicroBatch, TrainingData
-from training.faults import NonFinite, Signalled, Sigterm, report_nonfinite, writing
+from training.faults import (
+    NonFinite,
+    Signalled,
+    Spikes,
+    StopSignal,
+    Watchdog,
+    keep_flight_records,
+    naming_lost_peers,
+    report_nonfinite,
+    writing,
+)
 from training.fused import fuse
+from training.launch import restarted
 from training.loggers import check_loggers, open_loggers
 from training.loss import SupervisedLoss, choose_loss
 from training.metrics import Metrics
@@ -36,19 +47,22 @@ from training.profile import StepProfiler
 from training.recompute import recompute
 
 
-def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> None:
+def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), dry_run: bool = False) -> None:
     """Trains as the configuration says; every rank calls it.
 
     Args:
         config: The resolved configuration.
-        resume: Go on from the newest checkpoint in the run directory, or start where there is none.
+        resume: Go on from the newest checkpoint in the run directory.
+        accept: Settings that may differ from the checkpoint's although that changes the losses.
         dry_run: Check everything, print what would run, and stop before memory is taken.
 
     Raises:
         PadfreeError: anything that a user can cause, before the first step where it can be known there.
     """
     check_loggers(config.run.loggers)
-    with join(config.parallel) as world:
+    directory = Path(config.run.dir)
+    keep_flight_records(directory)
+    with join(config.parallel) as world, naming_lost_peers():
         # Shards and a model that fit each other, or one clear line.
         data, held_out = open_data(config, world)
         data.check_ranks()
@@ -63,14 +77,19 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
         last = min(steps, config.run.steps or steps)
 
         # Where to begin.
-        directory = Path(config.run.dir)
-        checkpoint.check_run_directory(directory, resume=resume)
-        saved = checkpoint.newest(directory / checkpoint.FOLDER) if resume else None
-        done = 0
+        saved = checkpoint.choose(directory, resume=resume, restarted=restarted(), world=world)
+        done, changed = 0, ""
         if saved:
             trainer = checkpoint.read_trainer(saved)
-            checkpoint.check_resume(trainer, model=model_config.to_dict(), steps=last)
             data.load_state_dict(trainer["loader"])
+            changed = checkpoint.check_resume(
+                trainer,
+                model=model_config.to_dict(),
+                steps=last,
+                config=config,
+                ranks=world.size,
+                accept=accept,
+            )
             done = trainer["step"]
 
         # The model: shapes first, kernels bound, then values and shards block by block.
@@ -105,8 +124,11 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                 (directory / "config.toml").write_text(to_toml(config), "utf-8")
         loggers = open_loggers(config, directory=directory, done=done) if world.chief else []
         shown = Metrics(directory, steps=last, done=done, active=world.chief, loggers=loggers)
-        with shown as metrics, Sigterm() as sigterm:
+        watching = Watchdog(directory / "hang", rank=world.rank, hang_s=config.run.hang_s)
+        with shown as metrics, StopSignal() as stop, watching as watchdog:
             metrics.say(summary)
+            if changed:
+                metrics.say(f"changed since the checkpoint: {changed}")
             metrics.bound([dataclasses.asdict(row) for row in kernels.describe(root.model)])
             if held_out and done == 0:
                 metrics.eval(evaluate(root, held_out, step=0, world=world))
@@ -119,6 +141,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
             saver = checkpoint.Saver(directory / checkpoint.FOLDER, options=config.checkpoint, world=world)
             operations, peak = work(root.model), peak_flops(world.device)
             share_full, share_mixing = recomputed(config, layers=len(blocks(root.model)))
+            spikes = Spikes(config.run.spike)
             stream = data.stream()
             upcoming = list(itertools.islice(stream, config.data.accumulation))
             for step in range(done, last):
@@ -137,6 +160,7 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     operations.hardware(lengths, recomputed=share_full, mixing_again=share_mixing),
                 )
                 clock.mark()
+                watchdog.at(step + 1, "forward and backward", slow=step == done)
                 share = forward_backward(
                     root,
                     batches,
@@ -146,19 +170,31 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                     handshake=step == done,
                 )
                 # The next step's batches, while the device computes: this step's checkpoint is before them.
+                watchdog.at(step + 1, "reading the next step's data")
                 place, reading = data.state_dict(), time.perf_counter()
                 upcoming = list(itertools.islice(stream, config.data.accumulation if step + 1 < last else 0))
                 waited = time.perf_counter() - reading if clock.idle() else 0.0
+                watchdog.at(step + 1, "waiting for the device and the other ranks", slow=step == done)
                 norm = clip(root.parameters(), limit=config.optim.clip)
                 clock.mark()
-                loss, signals = world.sum(float(share), sigterm.came)  # waits for the device
+                loss, signals = world.sum(float(share), bool(stop.name))  # waits for the device
                 finite = math.isfinite(loss) and math.isfinite(norm)
                 if not finite:
-                    place = {"step": step + 1, "rank": world.rank}
-                    line = report_nonfinite(directory / "nonfinite", batches, **place, loss=loss, norm=norm)
+                    line = report_nonfinite(
+                        directory / "nonfinite", batches, step=step + 1, rank=world.rank, loss=loss, norm=norm
+                    )
                     if config.run.nonfinite == "stop":
                         raise NonFinite(f"{line}; run.nonfinite=skip leaves such steps out")
                     metrics.say(line)
+                elif limit := spikes.limit(loss):
+                    mine = (
+                        float(share) * supervised / max(1, sum(batch.supervised_tokens for batch in batches))
+                    )
+                    ids = [number for batch in batches for number in batch.example_ids]
+                    ranks = world.gather({"rank": world.rank, "loss": mine, "example_ids": ids})
+                    ranks.sort(key=lambda part: -part["loss"])
+                    metrics.spike({"step": step + 1, "loss": loss, "limit": limit, "ranks": ranks})
+                watchdog.at(step + 1, "updating the weights")
                 lr = learning_rate(step, schedule=config.schedule, steps=steps, peak=config.optim.lr)
                 set_learning_rate(optimizer, lr)
                 if finite:
@@ -199,9 +235,11 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                 # Now and then: the held-out part, a checkpoint.
                 taken, end = step + 1, step + 1 == last
                 if held_out and (end or taken % config.eval.every == 0):
+                    watchdog.at(taken, "evaluating", slow=True)
                     metrics.eval(evaluate(root, held_out, step=taken, world=world))
                 every = config.checkpoint.every
                 if (end and config.checkpoint.last) or (every and taken % every == 0) or signals:
+                    watchdog.at(taken, "saving a checkpoint", slow=True)
                     written = saver.save(
                         taken,
                         model=root.model,
@@ -216,7 +254,9 @@ def train(config: Config, *, resume: bool = False, dry_run: bool = False) -> Non
                 saver.poll()
                 if signals and not end:
                     saver.finish()
-                    raise Signalled(f"SIGTERM after step {taken} of {last}; go on with --resume")
+                    came = stop.name or "a signal to another rank"
+                    raise Signalled(f"{came} after step {taken} of {last}; saved, go on with --resume")
+            watchdog.at(last, "finishing the checkpoint", slow=True)
             saver.finish()
 
 

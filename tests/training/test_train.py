@@ -293,10 +293,9 @@ def test_what_the_system_refuses_is_one_line(
     (tmp_path / "file").write_text("")
     short = ("schedule.steps=2", "checkpoint.every=1")
     refused(words(*short, run="file/run"), capsys, "file/run", "the system refuses: Not a directory")
-    for name in ("metrics.jsonl", "config.toml"):
+    for name, flags in {"metrics.jsonl": ("--resume",), "config.toml": ()}.items():
         (tmp_path / name / name).mkdir(parents=True)
-        here = words(*short, run=name, flags=("--resume",))
-        refused(here, capsys, name, "the system refuses: Is a directory")
+        refused(words(*short, run=name, flags=flags), capsys, name, "the system refuses: Is a directory")
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "checkpoints").write_text("")
     refused(
@@ -349,17 +348,19 @@ def test_bad_model_is_refused(
 def test_wrong_resume_is_refused(
     words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over a run that is there, with other shards, another model, or past the end: one line, nothing lost."""
-    assert main(words("schedule.steps=2")) == 0
+    """Over a run, of none, with other shards, another model, past the end: one line, nothing lost."""
+    assert main(words("run.steps=2")) == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     resume: dict[str, Any] = {"flags": ("--resume",)}
     refused(words(), capsys, "holds a run already", "--resume")
+    nowhere = tmp_path / "nowhere"
+    refused(words(run="nowhere", **resume), capsys, "nowhere holds no run", "run.dir", untouched=nowhere)
     other = some_shards(tmp_path / "other", seed=1)
     refused(words(f"data.shards={other}", **resume), capsys, "fingerprint")
     refused(words("run.seed=1", **resume), capsys, "seed")
     (tmp_path / "other.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
     refused(words(f"model.config={tmp_path / 'other.json'}", **resume), capsys, "another model")
-    refused(words("schedule.steps=2", **resume), capsys, "2 of 2 steps")
+    refused(words("run.steps=2", **resume), capsys, "2 of 2 steps")
     trainer = tmp_path / "run" / "checkpoints" / "step-00000002" / "trainer.json"
     text = trainer.read_text()
     trainer.write_text(json.dumps(json.loads(text) | {"format": 99}))
@@ -375,6 +376,39 @@ def test_wrong_resume_is_refused(
     file.unlink()
     refused(words(**resume), capsys, file.name, "missing", "can't be loaded")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_changed_settings_are_named(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On resume, what changes the losses is refused by name until accepted; what does not is said."""
+    assert main(words("run.steps=2")) == 0
+    changed = ("optim.lr=0.001", "optim.clip=2.5", "data.prefetch=1", "run.steps=3")
+    refused(
+        words(*changed, flags=("--resume", "--accept", "optim.lr")),
+        capsys,
+        "optim.clip = 1.0 (here 2.5): set it so again, or add --accept optim.clip",
+    )
+    refused(words(*changed, flags=("--resume", "--accept", "optim.lrr")), capsys, "optim.lrr: no setting")
+    refused(
+        words("data.accumulation=2", flags=("--resume",)),
+        capsys,
+        "steps were of 1 buffers on 1 ranks, here of 2 on 1",
+    )
+    flags = ("--resume", "--accept", "optim.lr", "--accept", "optim.clip")
+    assert main(words(*changed, flags=flags)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for part in ("data.prefetch 2 → 1", "optim.lr 0.005 → 0.001", "optim.clip 1.0 → 2.5"):
+        assert part in said
+    assert read(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 3
+
+
+def test_a_flag_is_written_out(words: Callable[..., list[str]], tmp_path: Path) -> None:
+    """The beginning of a flag is no flag: nothing runs."""
+    with pytest.raises(SystemExit) as ended:
+        main(words(flags=("--resum",)))
+    assert ended.value.code == 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_frozen_parameters_stay_and_the_rest_moves(
