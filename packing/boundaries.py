@@ -46,7 +46,12 @@ def cu_seqlens(seq_lengths: Lengths) -> NDArray[np.int32]:
     Raises:
         ValueError: as `check_lengths`, or a sum above 2**31 - 1, the most that kernels index.
     """
-    ends = np.cumsum(check_lengths(seq_lengths))
+    return _cumulated(check_lengths(seq_lengths))
+
+
+def _cumulated(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
+    """`cu_seqlens` of lengths that were checked."""
+    ends = lengths.cumsum()
     if ends.size and ends[-1] > np.iinfo(np.int32).max:
         raise ValueError(f"the lengths sum to {ends[-1]}; int32 boundaries end at {np.iinfo(np.int32).max}")
     boundaries = np.zeros(ends.size + 1, np.int32)
@@ -105,10 +110,10 @@ def all_of(seq_lengths: Lengths) -> Boundaries:
         ValueError: as `cu_seqlens`.
     """
     lengths = check_lengths(seq_lengths)
-    boundaries = cu_seqlens(lengths)
-    firsts = np.repeat(boundaries[:-1].astype(np.int64), lengths)
+    boundaries = _cumulated(lengths)
+    firsts = boundaries[:-1].astype(np.int64).repeat(lengths)
     positions = np.subtract(_numbers(firsts.size), firsts, out=firsts)
-    index = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths)
+    index = np.arange(lengths.size, dtype=np.int32).repeat(lengths)
     return Boundaries(boundaries, positions, index, int(lengths.max()) if lengths.size else 0)
 
 

@@ -95,13 +95,16 @@ def few_collections() -> Iterator[None]:
     inherit it.
     """
     before = gc.get_threshold()
-    gc.freeze()
+    frozen = gc.get_freeze_count() > 0  # by who calls us, and theirs to thaw
+    if not frozen:
+        gc.freeze()
     gc.set_threshold(OBJECTS_PER_COLLECTION, *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 @contextmanager

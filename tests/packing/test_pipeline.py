@@ -1,6 +1,7 @@
 """Files in, shards out: nothing lost, the same bytes for any number of processes, nothing half-written."""
 
 import dataclasses
+import gc
 import gzip
 import json
 import shutil
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packing import pipeline
-from packing.chat import ChatOptions, load_tokenizer
+from packing.chat import ChatOptions, EncodersDiffer, load_tokenizer, proof
+from packing.chat.bpe import BpeEncoder, NotEqual
 from packing.errors import InputError, OptionError, OutputError, TooManyRejects
 from packing.example import Example
 from packing.formats import FormatOptions
-from packing.pipeline import pack_dataset, pool, preview
+from packing.pipeline import pack, pack_dataset, pool, preview
 from packing.pipeline.store import EXAMPLE, ExampleStore, from_stored, to_stored
 from packing.sample import CHATS, TOKENIZER
 from packing.shards import open_shards, verify
@@ -182,6 +184,76 @@ def test_bytes_do_not_depend_on_how_processes_start(tmp_path, many, tokenizer, r
         many, tokenizer=tokenizer, out=tmp_path / "out", capacity=600, eval_fraction=0.1, seed=3, workers=2
     )
     assert contents(tmp_path / "out") == reference
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bytes_do_not_depend_on_the_encoder(tmp_path, many, tokenizer, reference, workers):
+    """What the fast encoder makes is what the tokenizer's own makes, and run.json says how much it made."""
+    report = pack_dataset(
+        many,
+        tokenizer=tokenizer,
+        out=tmp_path / "out",
+        capacity=600,
+        eval_fraction=0.1,
+        seed=3,
+        workers=workers,
+        chat=ChatOptions(encoder="tiktoken"),
+    )
+    assert contents(tmp_path / "out") == reference
+    counts = report.encoder["examples"]
+    assert counts["tiktoken"] >= report.main.examples + report.eval.examples
+    assert counts["both"] > 0
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["encoder"] == report.encoder
+
+
+@pytest.fixture
+def differing(monkeypatch):
+    """A fast encoder that a sample finds wrong in every chunk."""
+
+    def encode(self, texts):
+        raise NotEqual("id 5 is 6")
+
+    monkeypatch.setattr(pack, "FAST_ENCODER_BYTES", 0)
+    monkeypatch.setattr(BpeEncoder, "encode", encode)
+    monkeypatch.setattr(proof, "remember_difference", lambda digest, what: None)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_wrong_encoder_is_given_up(tmp_path, many, tokenizer, reference, differing, caplog, workers):
+    """One difference, and all is packed again by the tokenizer's own library; it is said and recorded."""
+    report = pack_dataset(
+        many,
+        tokenizer=tokenizer,
+        out=tmp_path / "out",
+        capacity=600,
+        eval_fraction=0.1,
+        seed=3,
+        workers=workers,
+    )
+    assert contents(tmp_path / "out") == reference
+    assert report.encoder["encoder"] == "tokenizers"
+    assert "id 5 is 6" in report.encoder["why"]
+    assert "packing again" in caplog.text
+    assert set(report.encoder["examples"]) == {"tokenizers"}
+
+
+def test_a_wrong_encoder_that_was_asked_for_is_an_error(tmp_path, many, tokenizer, differing):
+    """Who names an encoder gets it or an error, and no set."""
+    with pytest.raises(EncodersDiffer, match="id 5 is 6"):
+        pack_dataset(
+            many, tokenizer=tokenizer, out=tmp_path / "out", chat=ChatOptions(encoder="tiktoken"), workers=2
+        )
+    assert nothing_but(tmp_path)
+
+
+def test_collections_are_seldom_for_a_run_only(tmp_path, many, tokenizer, monkeypatch):
+    """The collector's threshold and what it looks at are as before, after a run that ends well or badly."""
+    before = gc.get_threshold(), gc.get_freeze_count()
+    pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", capacity=600)
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+    with pytest.raises(OutputError):
+        pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", capacity=600)
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 def test_bytes_do_not_depend_on_the_folder(tmp_path, tokenizer, monkeypatch):
