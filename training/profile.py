@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,15 +100,17 @@ class _Side:
     total: dict[str, int] = field(default_factory=dict)  # ns
     spans: list[tuple[int, int]] = field(default_factory=list)  # ns
 
-    def add(self, name: str, start: int, duration: int) -> None:
+    def add(self, name: str, start: int, end: int, *, inner: int = 0) -> None:
+        """One call; `inner` is what calls within it took, which count for themselves."""
         self.calls[name] = self.calls.get(name, 0) + 1
-        self.total[name] = self.total.get(name, 0) + duration
-        self.spans.append((start, start + duration))
+        self.total[name] = self.total.get(name, 0) + end - start - inner
+        self.spans.append((start, end))
 
     def summary(self, steps: int) -> dict[str, Any]:
         dearest = sorted(self.total, key=lambda name: -self.total[name])[:10]
         return {
             "operations": sum(self.calls.values()) / steps,
+            "total_ms": sum(self.total.values()) / 1e6 / steps,
             "busy_ms": covered(self.spans) / 1e6 / steps,
             "dearest": [
                 {
@@ -131,17 +133,49 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
     return length
 
 
+_ELEMENTWISE = [f"aten::{name}" for name in ("add", "add_", "sub", "mul", "mul_", "div", "exp", "copy_")]
+
+
+def own_time(calls: Iterable[tuple[int, int, int, str]]) -> Iterator[tuple[str, int, int, int]]:
+    """What calls on the CPU took without the calls within them.
+
+    Args:
+        calls: Thread, start, end and name, times in ns; calls of a thread lie within each other or apart.
+
+    Yields:
+        Name, start, end, and the time of the calls directly within.
+    """
+    open_calls: list[list[Any]] = []  # thread, start, end, name, inner: each within the one before
+
+    def close(until: tuple[int, int]) -> Iterator[tuple[str, int, int, int]]:
+        while open_calls and (open_calls[-1][0], open_calls[-1][2]) <= until:
+            _, start, end, name, inner = open_calls.pop()
+            yield name, start, end, inner
+            if open_calls:
+                open_calls[-1][4] += end - start
+
+    for thread, start, end, name in sorted(calls, key=lambda call: (call[0], call[1], -call[2])):
+        if open_calls and open_calls[-1][0] != thread:
+            yield from close((open_calls[-1][0], 2**63))
+        yield from close((thread, start))
+        open_calls.append([thread, start, end, name, 0])
+    if open_calls:
+        yield from close((open_calls[-1][0], 2**63))
+
+
 def summarise(profiler: Any, *, steps: int) -> dict[str, Any]:
     """Reads a stopped `torch.profiler.profile` of some steps; all figures are for one step.
 
     Reads the raw events: torch's own `key_averages` builds a tree, minutes for a million of them.
 
     Returns:
-        `step_ms`, and for `cpu` and `gpu` the number of operations, the time in which any ran, and the ten
-        dearest with calls, mean and total time; for the GPU `exposed_ms` too, communication with no
-        computation beside it, and `bmm_calls` for the CPU.
+        `step_ms`, and for `cpu` and `gpu` the number of operations, the sum of their own times, the time in
+        which any ran, and the ten dearest with calls, mean and total of their own time, without what they
+        call; for the GPU `exposed_ms` too, communication with no computation beside it, and for the CPU the
+        calls of small batched products and of elementwise operations.
     """
     cpu, gpu, computing = _Side(), _Side(), list[tuple[int, int]]()
+    calls: list[tuple[int, int, int, str]] = []
     first, last = 2**63, 0
     for event in profiler.profiler.kineto_results.events():
         start, duration, name = event.start_ns(), event.duration_ns(), event.name()
@@ -150,15 +184,25 @@ def summarise(profiler: Any, *, steps: int) -> dict[str, Any]:
             continue  # spans that name others, not kernels
         if not on_gpu and not name.startswith(("aten::", "autograd::", "fla", "c10d", "nccl", "_", "F")):
             continue  # the runtime's own calls and annotations are no operations
-        first, last = min(first, start), max(last, start + duration)
-        (gpu if on_gpu else cpu).add(name, start, duration)
-        if on_gpu and "nccl" not in name.lower():
-            computing.append((start, start + duration))
+        end = start + duration
+        first, last = min(first, start), max(last, end)
+        if not on_gpu:
+            calls.append((event.start_thread_id(), start, end, name))
+            continue
+        gpu.add(name, start, end)
+        if "nccl" not in name.lower():
+            computing.append((start, end))
+    for name, start, end, inner in own_time(calls):
+        cpu.add(name, start, end, inner=inner)
     busy = covered(gpu.spans)
     return {
         "steps": steps,
         "step_ms": max(0, last - first) / 1e6 / steps,
-        "cpu": {**cpu.summary(steps), "bmm_calls": cpu.calls.get("aten::bmm", 0) / steps},
+        "cpu": {
+            **cpu.summary(steps),
+            "bmm_calls": cpu.calls.get("aten::bmm", 0) / steps,
+            "elementwise_calls": sum(cpu.calls.get(name, 0) for name in _ELEMENTWISE) / steps,
+        },
         "gpu": {**gpu.summary(steps), "exposed_ms": (busy - covered(computing)) / 1e6 / steps},
     }
 
@@ -171,6 +215,10 @@ def diagnose(summary: Mapping[str, Any], *, fill: float, mfu: float | None, comp
         share = gpu["busy_ms"] / step
         useful = "" if mfu is None else f", of its arithmetic {mfu:.0%} is used (MFU)"
         words.append(f"GPU utilisation {share:.0%}: some kernel ran in that share of the step{useful}")
+        words.append(
+            f"CPU time {cpu['total_ms']:,.0f} ms against GPU time {gpu['total_ms']:,.0f} ms a step: "
+            f"{cpu['operations']:,.0f} operations there, {gpu['operations']:,.0f} kernels here"
+        )
         if share < 0.85:
             words.append(
                 f"launch-bound: the GPU waited {step - gpu['busy_ms']:.0f} of {step:.0f} ms for the CPU, "
@@ -183,8 +231,9 @@ def diagnose(summary: Mapping[str, Any], *, fill: float, mfu: float | None, comp
             )
     if cpu["bmm_calls"] > 1000:
         words.append(
-            f"reference kernels: {cpu['bmm_calls']:,.0f} small batched products a step, as the written-out "
-            "delta rule makes; the fused kernels are not bound"
+            f"reference kernels: {cpu['bmm_calls']:,.0f} small batched products and "
+            f"{cpu['elementwise_calls']:,.0f} elementwise calls a step, as the written-out delta rule makes; "
+            "the fused kernels are not bound"
         )
     if fill < 0.9:
         words.append(f"padding: {1 - fill:.0%} of the slots hold no token")
@@ -201,7 +250,8 @@ def table(summary: Mapping[str, Any]) -> list[str]:
         if not found["operations"]:
             continue
         lines.append(
-            f"{side.upper()}: {found['operations']:,.0f} operations, busy {found['busy_ms']:,.1f} ms\n"
+            f"{side.upper()}: {found['operations']:,.0f} operations, {found['total_ms']:,.1f} ms in all, "
+            f"any running in {found['busy_ms']:,.1f} ms\n"
             f"  {'calls':>9} {'mean us':>10} {'total ms':>10}  operation"
         )
         dearest: Sequence[Mapping[str, Any]] = found["dearest"]

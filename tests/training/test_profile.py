@@ -1,5 +1,6 @@
 """What is read off a trace: counts, dearest operations, and the diagnosis in words."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from training.data import OptionError
-from training.profile import StepProfiler, covered, diagnose, summarise, table
+from training.profile import StepProfiler, covered, diagnose, own_time, summarise, table
 
 
 def test_covered_counts_every_moment_once() -> None:
@@ -16,6 +17,23 @@ def test_covered_counts_every_moment_once() -> None:
     assert covered([]) == 0
     assert covered([(5, 9), (0, 4)]) == 8
     assert covered([(0, 10), (2, 3), (8, 12), (20, 21)]) == 13
+
+
+def test_own_time_leaves_out_what_a_call_calls() -> None:
+    """A call of 10 with two of 3 and 4 within, one of them with 2 within, and another thread beside."""
+    calls = [(1, 0, 10, "outer"), (1, 1, 4, "three"), (1, 5, 9, "four"), (1, 6, 8, "two"), (2, 3, 9, "six")]
+    own = {name: end - start - inner for name, start, end, inner in own_time([*calls, (1, 10, 11, "one")])}
+    assert own == {"outer": 3, "three": 3, "four": 2, "two": 2, "six": 6, "one": 1}
+
+
+def test_the_times_of_nested_operations_add_up_to_the_whole() -> None:
+    """In linear, matmul calls mm: each counts its own time, and all together are no more than the step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(10):
+            torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
+    cpu = summarise(profiler, steps=1)["cpu"]
+    assert {"aten::linear", "aten::mm"} <= {row["name"] for row in cpu["dearest"]}
+    assert cpu["total_ms"] == pytest.approx(cpu["busy_ms"], rel=1e-6)
 
 
 def test_summary_of_a_real_trace() -> None:
@@ -45,7 +63,11 @@ def test_steps_are_traced_and_written(tmp_path: Path) -> None:
     assert "padding: 50%" in str(texts[2])
     saved = json.loads((tmp_path / "profile" / "profile.json").read_text())
     assert saved["steps"] == 2
-    assert (tmp_path / "profile" / "trace.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+    with gzip.open(tmp_path / "profile" / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]  # Chrome's format, which Perfetto reads
+    complete = [event for event in events if event["ph"] == "X" and event["name"] == "aten::mm"]
+    assert len(complete) == 2
+    assert all({"ts", "dur", "pid", "tid"} <= event.keys() for event in complete)
 
 
 @pytest.mark.parametrize("text", ["5", "8:5", "0:3", "a:b", "5:"])
@@ -59,8 +81,21 @@ def figures(**changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "step_ms": 1000.0,
         "steps": 1,
-        "cpu": {"operations": 118_316.0, "busy_ms": 900.0, "bmm_calls": 0.0, "dearest": []},
-        "gpu": {"operations": 18_060.0, "busy_ms": 980.0, "exposed_ms": 0.0, "dearest": []},
+        "cpu": {
+            "operations": 118_316.0,
+            "total_ms": 870.0,
+            "busy_ms": 900.0,
+            "bmm_calls": 0.0,
+            "elementwise_calls": 0.0,
+            "dearest": [],
+        },
+        "gpu": {
+            "operations": 18_060.0,
+            "total_ms": 990.0,
+            "busy_ms": 980.0,
+            "exposed_ms": 0.0,
+            "dearest": [],
+        },
     }
     for key, value in changes.items():
         side, _, name = key.partition("_")
@@ -77,6 +112,7 @@ def figures(**changes: Any) -> dict[str, Any]:
         (figures(), {"fill": 0.63}, "padding: 37%"),
         (figures(), {"compilations": 3}, "recompilation: 3 graphs"),
         (figures(), {"mfu": 0.34}, "GPU utilisation 98%"),
+        (figures(), {}, "CPU time 870 ms against GPU time 990 ms a step"),
     ],
 )
 def test_each_diagnosis_has_its_figure(summary: dict[str, Any], rest: dict[str, Any], words: str) -> None:
