@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from training import doctor
 from training.kernels import KernelError, proof
@@ -116,6 +117,69 @@ def test_warm_has_nothing_to_do_on_a_cpu() -> None:
     found = doctor.run_doctor(warm=True, families=[FAMILY["Qwen3.5"]], device="cpu")
     assert found.exit_code == 0
     assert {check.state for check in found.checks} == {"not applicable"}
+
+
+@pytest.fixture
+def gpu_patient(monkeypatch: pytest.MonkeyPatch) -> doctor._Patient:
+    """Examines as on CUDA, on this CPU: what runs there runs here too, in bf16 and by the references."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setitem(doctor._CAPACITY, "cuda", 256)
+    patient = doctor._Patient("cpu", "auto", None, may_refuse=True)
+    patient.fused, patient.dtype = True, torch.bfloat16
+    return patient
+
+
+def test_fused_kernels_are_compared_and_timed(gpu_patient: doctor._Patient) -> None:
+    """On CUDA the fused step is held against fp32, with what bf16 costs the reference, and timed."""
+    gpu_patient.examine("Llama", tiny_config(FAMILY["Llama"]), "LlamaForCausalLM")
+    found = {check.name: check for check in gpu_patient.checks}
+    assert found["fused against fp32"].state == "ok"
+    figures = found["fused against fp32"].figures
+    assert 1e-4 < figures["logits"] <= 2 * figures["logits_rounding"] + 0.02
+    assert 1e-4 < figures["gradients"] <= 2 * figures["gradients_rounding"] + 0.02
+    assert found["step time"].figures.keys() == {"fused_ms", "reference_ms"}
+
+
+def test_kernels_that_compute_something_else_fail(
+    gpu_patient: doctor._Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused kernel that isolates but computes wrong values, or only wrong gradients, fails against fp32."""
+    build = gpu_patient.build
+
+    def wrong(config: Any, architecture: str, *, kernels: Any, dtype: torch.dtype) -> Any:
+        model = build(config, architecture, kernels=kernels, dtype=dtype)
+        if kernels == "auto":
+            layer = model.model.layers[0].self_attn.o_proj
+            layer.register_full_backward_hook(lambda _, grad_in, grad_out: (1.2 * grad_in[0],))
+        return model
+
+    monkeypatch.setattr(gpu_patient, "build", wrong)
+    gpu_patient.examine("Llama", tiny_config(FAMILY["Llama"]), "LlamaForCausalLM")
+    states = {check.name: check.state for check in gpu_patient.checks}
+    assert states["isolation"] == states["packed against alone"] == "ok"
+    assert states["fused against fp32"] == "fail"
+
+
+def test_warm_says_what_it_compiled(
+    gpu_patient: doctor._Patient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With empty caches the first step compiles, a second process finds all: both say how many."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "none"))
+    step = doctor._step
+
+    def compiling(*args: Any) -> Any:
+        for number in range(3):
+            (tmp_path / f"{number}.cubin").touch()
+        return step(*args)
+
+    monkeypatch.setattr(doctor, "_step", compiling)
+    for _ in range(2):
+        gpu_patient.warm("Llama", tiny_config(FAMILY["Llama"]), "LlamaForCausalLM")
+    first, second = gpu_patient.checks
+    assert (first.figures["before"], first.figures["compiled"]) == (0, 3)
+    assert (second.figures["before"], second.figures["compiled"]) == (3, 0)
+    assert second.detail.endswith("compiled 0 kernels, the caches hold 3")
 
 
 def test_what_a_kernel_raises_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
