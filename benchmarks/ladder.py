@@ -35,6 +35,8 @@ FIRST = 20.0
 """Seconds of a first step beyond a usual one: kernels are loaded, and compiled where the cache lacks them."""
 PROFILE = 12.0
 """Seconds of the profiled step beyond a usual one."""
+PINNED = 2.5e9
+"""Bytes/s at which a machine that grows its memory as it is used gives pinned memory, over all ranks."""
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -158,6 +160,7 @@ def plan(rung: Rung, *, args: argparse.Namespace, model: Mapping[str, Any], cuda
         foreseen = None  # priced for GPUs only
     step = foreseen["step"] if foreseen else 1.0
     before = START + FIRST + PROFILE * profiled if cuda else 15.0
+    before += args.gpus * foreseen["host_bytes"] / PINNED if foreseen else 0.0
     first = result.WARMUP + profiled
     return {
         "rung": rung.name,

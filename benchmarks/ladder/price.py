@@ -13,12 +13,18 @@ from typing import Any
 
 from ladder.rungs import MOST, Rung
 
-PRODUCTS = 630e12
-"""FLOP/s of bf16 matrix products within training on an H200, with communication beside them; 788e12 alone."""
+PRODUCTS = 700e12
+"""FLOP/s of bf16 matrix products in runs of seconds on an H200 (788e12 in 20 ms): its power allows no more."""
+BESIDE = 0.05
+"""Share by which products are slower where communication runs beside them and takes multiprocessors."""
 BANDWIDTH = 4.0e12
 """Bytes/s of device memory, read and written; 4.3e12 for a plain copy."""
 ELEMENTWISE = 3.2e12
-"""Bytes/s of elementwise kernels; with 630e12 it fits the first plain try, 3.7 s a step of the 27B shape."""
+"""Bytes/s of elementwise kernels."""
+UPDATE = {"fp32": 1.9e12, "bf16": 1.9e12, "8bit": 1.9e12}
+"""Bytes/s of the optimizer's step, by its states: of torch's fused AdamW, measured; 8-bit is a guess."""
+HOST = 53e9
+"""Bytes/s between a GPU and pinned host memory, each way, measured."""
 LINK = 300e9
 """Bytes/s that a GPU receives from the others through NVLink. Not known for the machine: measure it."""
 PEAK = 989e12
@@ -135,6 +141,7 @@ class Setting:
         fused_layers: Norms and SwiGLU in one pass.
         kept: Share of the layers that keep their products' outputs.
         whole: Share of the layers that keep everything.
+        host: Share of the layers that keep their products' outputs in the host's memory.
     """
 
     gpus: int
@@ -144,6 +151,7 @@ class Setting:
     fused_layers: bool = True
     kept: float = 0.0
     whole: float = 0.0
+    host: float = 0.0
 
 
 STATES = {"bf16": (2, 2, 4), "8bit": (2, 2, 2.06), "fp32": (4, 4, 8)}
@@ -165,7 +173,9 @@ class Price:
         backward = sum(
             self.bytes[name] for name in ("one layer's backward", "head's gradient", "being reduced")
         )
-        return self._always + self.bytes["activations"] + max(self.bytes["loss"], backward)
+        # A stream's memory serves no other stream: what the last reduction took is not there for activations.
+        held = self.bytes["reduction's stream"]
+        return self._always + held + self.bytes["activations"] + max(self.bytes["loss"], backward)
 
     @property
     def backward_end(self) -> float:
@@ -218,11 +228,16 @@ def price(model: Shape, setting: Setting) -> Price:
         "one layer's backward": 1.5 * t * max(layer.whole for layer in model.layers),
         "being reduced": sharded * (2 + 2 * 4) * largest,
         "outer group's reduction": sharded * (2 + 4) * outer,
+        "reduction's stream": sharded * (4 + 4 / n) * model.head,
         "reserve": RESERVE,
     }
     products = 2 * t * (model.blocks + model.head)
     again = sum(
-        layer.count * 2 * t * (layer.parameters - layer.last) * (1 - setting.kept - setting.whole)
+        layer.count
+        * 2
+        * t
+        * (layer.parameters - layer.last)
+        * (1 - setting.kept - setting.whole - setting.host)
         for layer in model.layers
     )
     passes = 1 + 2.5 + (1 - setting.whole)  # a backward moves more than twice what a forward does
@@ -233,10 +248,12 @@ def price(model: Shape, setting: Setting) -> Price:
     )  # gather out twice, reduce in and out
     update = model.parameters / n * (2 * setting.states[0] + setting.states[1] + 2 * setting.states[2])
     clipping = 3 * gradients
+    rate = PRODUCTS * (1 - BESIDE * sharded)
+    states_name = next(name for name, each in STATES.items() if each == setting.states)
     traffic = sharded * (2 * 2 + 4) * model.parameters * (n - 1) / n / LINK
     seconds = {
-        "matrix products": 3 * products / PRODUCTS,
-        "recomputed products": again / PRODUCTS,
+        "matrix products": 3 * products / rate,
+        "recomputed products": again / rate,
         "elementwise and norms": moved / ELEMENTWISE,
         "delta rule and attention": mixers,
         # Each chunk reads and writes the head's gradient in fp32; logits pass by four times, whole ones 11.
@@ -244,7 +261,7 @@ def price(model: Shape, setting: Setting) -> Price:
             (8 * model.head * -(-t // CHUNK) + 8 * logits if setting.fused_loss else 44 * logits) / BANDWIDTH
         ),
         "FSDP's copies": copied / BANDWIDTH,
-        "optimizer and clipping": (update + clipping) / BANDWIDTH,
+        "optimizer and clipping": update / UPDATE[states_name] + clipping / BANDWIDTH,
         # Hidden but for the first and the last group; NCCL takes a tenth of the chip meanwhile.
         "communication": 0.1 * traffic + sharded * 2 * outer * 4 / LINK / 2,
         "host": 0.02 + 0.0002 * count,
@@ -252,13 +269,22 @@ def price(model: Shape, setting: Setting) -> Price:
     return Price(bytes=bytes_, seconds=seconds, flops=3 * products, recomputed=again / (3 * products))
 
 
-def most_kept(model: Shape, setting: Setting, *, capacity: float = FILLED * CAPACITY) -> tuple[int, int]:
+def most_kept(
+    model: Shape, setting: Setting, *, host: bool = False, capacity: float = FILLED * CAPACITY
+) -> tuple[int, int, int]:
     """How many layers can keep their products' outputs, and how many everything, before memory is full.
 
     Products first: at a hidden size of 5,120 they save 5.1 TFLOP a GB, what is left about half of that.
 
+    Args:
+        model: Sizes.
+        setting: Of the rung.
+        host: Layers that find no room keep their products on the host, as many as can go there in 0.8 of
+            the forward pass.
+        capacity: Bytes.
+
     Returns:
-        (layers that keep products, other layers that keep all): (k, 0) or (all - k, k).
+        (layers that keep products, layers that keep all, layers that keep products on the host).
     """
     count = sum(layer.count for layer in model.layers)
 
@@ -268,8 +294,13 @@ def most_kept(model: Shape, setting: Setting, *, capacity: float = FILLED * CAPA
 
     whole = next((k for k in range(count, -1, -1) if fits(count - k, k)), None)
     if whole is not None:
-        return count - whole, whole
-    return next((k for k in range(count, -1, -1) if fits(k, 0)), 0), 0
+        return count - whole, whole, 0
+    kept = next((k for k in range(count, -1, -1) if fits(k, 0)), 0)
+    if not host:
+        return kept, 0, 0
+    forward = 2 * setting.tokens * (model.blocks + model.head) / PRODUCTS
+    each = max(layer.kept for layer in model.layers) * setting.tokens
+    return kept, 0, min(count - kept, int(0.8 * forward * HOST / each))
 
 
 def foresee(
@@ -281,8 +312,9 @@ def foresee(
     """
     sizes = shape(model)
     if sizes is None:
-        if settings.get("model.keep_layers") == MOST:
-            settings["model.keep_layers"] = 0
+        for key in ("model.keep_layers", "model.host_layers"):
+            if settings.get(key) == MOST:
+                settings[key] = 0
         return None
     count = sum(layer.count for layer in sizes.layers)
     setting = Setting(
@@ -293,9 +325,11 @@ def foresee(
         fused_layers=settings.get("model.fused") == "yes",
     )
     if settings.get("model.keep_layers") == MOST:
-        settings["model.keep_layers"], settings["model.whole_layers"] = most_kept(sizes, setting)
-    kept, whole = settings.get("model.keep_layers", 0), settings.get("model.whole_layers", 0)
-    setting = dataclasses.replace(setting, kept=kept / count, whole=whole / count)
+        on_host = settings.get("model.host_layers") == MOST
+        kept, whole, host = most_kept(sizes, setting, host=on_host)
+        settings |= {"model.keep_layers": kept, "model.whole_layers": whole, "model.host_layers": host}
+    kept, whole, host = (settings.get(f"model.{name}_layers", 0) for name in ("keep", "whole", "host"))
+    setting = dataclasses.replace(setting, kept=kept / count, whole=whole / count, host=host / count)
     found = price(sizes, setting)
     slower = {"padded": 1.05 if rung.kernels else 2.2, "trainer": 1.0, "peer": 1.3}[rung.kind]
     return {
@@ -305,6 +339,7 @@ def foresee(
         "peak_gib": found.peak / 2**30,
         "bytes": found.bytes,
         "hardware_flops": 1 + found.recomputed,
+        "host_bytes": sum(layer.count * layer.kept for layer in sizes.layers) * setting.host * setting.tokens,
     }
 
 
@@ -332,7 +367,7 @@ def table(model: Mapping[str, Any], *, capacity: int) -> str:
             if found.peak > CAPACITY:
                 rows.append(f"| {gpus} | {name} | does not fit: {found.peak / 2**30:.0f} GiB |")
                 continue
-            kept, whole = most_kept(sizes, setting)
+            kept, whole, _ = most_kept(sizes, setting)
             full = price(sizes, dataclasses.replace(setting, kept=kept / count, whole=whole / count))
             gib = [f"{found.bytes[part] / 2**30:.1f}" for part in ("weights", "gradients", "states")]
             left = (FILLED * CAPACITY - found.forward_end + found.bytes["activations"]) / 2**30
