@@ -14,7 +14,7 @@ from typing import Any
 from ladder.rungs import MOST, Rung
 
 PRODUCTS = 700e12
-"""FLOP/s of bf16 matrix products in runs of seconds on an H200 (788e12 in 20 ms): its power allows no more."""
+"""FLOP/s of bf16 matrix products in runs of seconds on an H200 (788e12 in 20 ms): power is the limit."""
 BESIDE = 0.05
 """Share by which products are slower where communication runs beside them and takes multiprocessors."""
 BANDWIDTH = 4.0e12
