@@ -17,15 +17,18 @@ if TYPE_CHECKING:
     from packing.chat import ChatEncoder, ChatOptions, encode_chat, load_tokenizer
     from packing.errors import PadfreeError, Reason, RowRejected
     from packing.example import IGNORE_INDEX, Conversation, Example
+    from packing.formats import FormatOptions
     from packing.pipeline import pack_dataset
     from packing.plan import Plan, plan_bins
     from packing.shards import ShardSet, ShardWriter, open_shards
+    from packing.sources import SourceOptions
 
 __all__ = [
     "ChatEncoder",
     "ChatOptions",
     "Conversation",
     "Example",
+    "FormatOptions",
     "IGNORE_INDEX",
     "PackedBuffer",
     "PadfreeError",
@@ -34,6 +37,7 @@ __all__ = [
     "RowRejected",
     "ShardSet",
     "ShardWriter",
+    "SourceOptions",
     "build_buffer",
     "encode_chat",
     "load_tokenizer",
@@ -48,9 +52,11 @@ _HOME = {
     "chat": ["ChatEncoder", "ChatOptions", "encode_chat", "load_tokenizer"],
     "errors": ["PadfreeError", "Reason", "RowRejected"],
     "example": ["IGNORE_INDEX", "Conversation", "Example"],
+    "formats": ["FormatOptions"],
     "pipeline": ["pack_dataset"],
     "plan": ["Plan", "plan_bins"],
     "shards": ["ShardSet", "ShardWriter", "open_shards"],
+    "sources": ["SourceOptions"],
 }
 
 

@@ -6,7 +6,9 @@ on. Every other `PadfreeError` stops the run; the command prints its one line an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class Reason(StrEnum):
@@ -76,3 +78,25 @@ class OutputError(PadfreeError):
 
 class ResumeError(PadfreeError):
     """A loader or trainer state that does not belong to the data, the order or the model at hand."""
+
+
+def check_choice(name: str, value: object, known: Iterable[object]) -> None:
+    """Checks one option.
+
+    Raises:
+        OptionError: the value is none of those known.
+    """
+    known = list(known)
+    if value not in known:
+        raise OptionError(f"no {name} {value!r}: choose one of {', '.join(map(str, known))}")
+
+
+def check_choices(options: Any) -> None:
+    """Checks every field of a dataclass whose type is a `Literal`.
+
+    Raises:
+        OptionError: names the field whose value is none of its type's.
+    """
+    for name, hint in get_type_hints(type(options)).items():
+        if get_origin(hint) is Literal:
+            check_choice(name, getattr(options, name), get_args(hint))

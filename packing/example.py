@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from packing.errors import OptionError, Reason, RowRejected
+from packing.errors import OptionError, Reason, RowRejected, check_choice
 
 IGNORE_INDEX = -100
 """The label of a token that is not trained; every loss in the field knows it."""
@@ -119,8 +119,7 @@ def fit(example: Example, *, capacity: int, overflow: Overflow) -> Example:
                 f"an example of {len(example)} tokens does not fit the capacity of {capacity}: "
                 "raise --capacity, or choose --overflow drop or truncate"
             )
-        if overflow != "truncate":
-            raise OptionError(f"no overflow {overflow!r}: choose one of {', '.join(get_args(Overflow))}")
+        check_choice("overflow", overflow, get_args(Overflow))
         example = Example(
             input_ids=example.input_ids[:capacity],
             labels=example.labels[:capacity],

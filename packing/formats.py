@@ -13,12 +13,12 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from packing.boundaries import position_ids
-from packing.errors import OptionError, Reason, RowRejected
+from packing.errors import OptionError, Reason, RowRejected, check_choice, check_choices
 from packing.example import IGNORE_INDEX, Conversation, Example, make_example
 from packing.messages import (
     CONTROLS,
@@ -118,22 +118,12 @@ class FormatOptions:
     surrogates: Literal["reject", "replace"] = "reject"
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("format", get_args(Format)),
-            ("trailing_user", ("trim", "reject")),
-            ("consecutive", ("keep", "merge", "reject")),
-            ("system", ("keep", "fold")),
-            ("empty_turns", ("reject", "mask")),
-            ("surrogates", ("reject", "replace")),
-        ):
-            if (value := getattr(self, name)) not in choices:
-                raise OptionError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+        check_choices(self)
         for column in self.columns:
             if column not in COLUMNS:
                 raise OptionError(f"no format reads a column {column!r}; known: {', '.join(sorted(COLUMNS))}")
         for name, role in self.roles.items():
-            if role not in ("system", "user", "assistant", "tool"):
-                raise OptionError(f"the role {name!r} can be system, user, assistant or tool, not {role!r}")
+            check_choice(f"meaning of the role {name!r}", role, _PLAIN_ROLES)
 
     @functools.cached_property
     def plain(self) -> bool:

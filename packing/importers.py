@@ -33,8 +33,8 @@ from packing.buffer import build_buffer
 from packing.errors import InputError, OptionError, Reason, RowRejected
 from packing.example import IGNORE_INDEX, Example, make_example
 from packing.formats import MASKS
-from packing.messages import check_controls
-from packing.shards import ShardWriter
+from packing.messages import Note, check_controls
+from packing.shards import ShardWriter, most_first
 from packing.sources import Source, SourceOptions, open_sources
 
 ROWS_PER_CHUNK = 64
@@ -105,11 +105,14 @@ def import_packed(
     began = time.perf_counter()
     opened = open_sources(inputs, options=sources or SourceOptions())
     if capacity is None:
-        capacity = max((row.ids.size for _, _, _, row in _rows(opened)), default=1)
-    fingerprint = {"imported": [dict(source.identity()) for source in opened]}
+        capacity = max((row.ids.size for _, _, _, row in _rows(opened, notes=Counter())), default=1)
+
+    def fingerprint() -> dict[str, Any]:
+        return {"imported": [dict(source.identity()) for source in opened]}
+
     with ShardWriter(out, capacity=capacity, fingerprint=fingerprint, force=force) as writer:
         books = _Books(writer=writer, capacity=capacity)
-        for place, layout, (line, record), row in _rows(opened):
+        for place, layout, (line, record), row in _rows(opened, notes=books.input_notes):
             books.add(row, source=place, line=line, record=record)
             books.layouts[layout] += 1
         if not books.examples:
@@ -127,10 +130,13 @@ def import_packed(
     )
 
 
-def _rows(sources: Sequence[Source]) -> Iterator[tuple[Source, str, tuple[int, int], _Row]]:
-    """Source, layout, (line, record) and row of every record."""
+def _rows(
+    sources: Sequence[Source], *, notes: Counter[str]
+) -> Iterator[tuple[Source, str, tuple[int, int], _Row]]:
+    """Source, layout, (line, record) and row of every record; counts what was passed over in `notes`."""
     for source in sources:
         for chunk in source.chunks(rows=ROWS_PER_CHUNK):
+            notes.update(chunk.notes)
             for line, index, record in chunk.records():
                 try:
                     if isinstance(record, RowRejected):
@@ -157,6 +163,7 @@ class _Books:
     padding_tokens: int = 0
     layouts: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
+    input_notes: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
     tokens_rejected: Counter[str] = field(default_factory=Counter)
     origins: list[dict[str, Any]] = field(default_factory=list)
@@ -174,11 +181,10 @@ class _Books:
             zip(starts(row.lengths).tolist(), row.lengths.tolist(), strict=True)
         ):
             if row.padding and number == row.lengths.size - 1:
-                self.notes["padding_left_out"] += 1
+                self.notes[Note.PADDING_LEFT_OUT] += 1
                 self.padding_tokens += length
                 continue
             tokens = slice(start, start + length)
-            self.notes["first_labels_dropped"] += bool(row.trained[start])
             example = make_example(row.ids[tokens], trained=row.trained[tokens])
             if row.headless and number == 0:
                 self._reject(example, Reason.BAD_TOKENS, "begins in the middle of an example", **where)
@@ -187,6 +193,7 @@ class _Books:
                 self._reject(example, Reason.NOTHING_TO_TRAIN, detail, **where)
             else:
                 kept.append(example)
+                self.notes[Note.FIRST_LABEL_IGNORED] += bool(row.trained[start])
                 self.origins.append(
                     {**where, "example": self.examples + len(kept) - 1, "source": source.number, "turn": -1}
                 )
@@ -221,17 +228,18 @@ class _Books:
             "rows": {
                 "in": self.examples + self.rejected.total(),
                 "packed": self.examples,
-                "rejected": dict(self.rejected),
+                "rejected": most_first(self.rejected),
             },
             "examples": {"packed": self.examples},
             "tokens": {
                 "in": self.tokens + self.tokens_rejected.total(),
                 "packed": self.tokens,
-                "rejected": dict(self.tokens_rejected),
+                "rejected": most_first(self.tokens_rejected),
             },
             "padding_tokens": self.padding_tokens,
             "supervised_tokens": {"packed": self.supervised},
-            "normalised_rows": {note: count for note, count in self.notes.items() if count},
+            "normalised_rows": most_first(+self.notes),
+            "input_notes": most_first(self.input_notes),
         }
 
     def _reject(self, example: Example, reason: Reason, detail: str, **where: Any) -> None:

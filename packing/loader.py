@@ -64,6 +64,9 @@ BATCH_KEYS = [
     "use_cache",
 ]
 
+STATE_VERSION = 1
+"""Of `PackedDataLoader.state_dict`: raised when a state would mean another place than before."""
+
 Key = int | NDArray[np.int64] | None
 """What a data set gives a buffer for: its number, the places of its examples, or None for an empty one."""
 
@@ -459,6 +462,7 @@ class PackedDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: the same on every rank at the same step. Batches made ahead don't count."""
         return {
+            "version": STATE_VERSION,
             "epoch": self.epoch,
             "buffers": self._buffers,
             "options": asdict(self.options),
@@ -469,9 +473,14 @@ class PackedDataLoader:
         """Goes on from a state, at any number of ranks and any batch size.
 
         Raises:
-            ResumeError: the state is of other data or of another order, or is no state.
+            ResumeError: the state is of other data, of another order or version, or is no state.
         """
         mine = self.state_dict()
+        if (version := state.get("version")) != STATE_VERSION:
+            raise ResumeError(
+                f"the state is of version {version}, this loader reads {STATE_VERSION}: go on with the "
+                "padfree that saved it"
+            )
         if {key: type(value) for key, value in state.items()} != {key: type(mine[key]) for key in mine}:
             raise ResumeError(f"no state of a PackedDataLoader: {dict(state)}")
         if state["fingerprint"] != mine["fingerprint"]:

@@ -65,10 +65,11 @@ class Note(StrEnum):
     CONTENT_NULL = "content_null"  # null or missing content became ""
     EMPTY_TURN_MASKED = "empty_turn_masked"  # an empty turn stays and is not trained
     FIELDS_IGNORED = "message_fields_ignored"  # a message had fields that no template reads
-    FIRST_LABEL_IGNORED = "first_label_ignored"  # a tokenized row trained its first token
+    FIRST_LABEL_IGNORED = "first_label_ignored"  # a tokenized example trained its first token
     INPUT_JOINED = "input_joined"  # Alpaca's input follows the instruction and an empty line
     MESSAGES_PARSED = "messages_parsed"  # messages or history were JSON text
     MESSAGES_TRANSPOSED = "messages_transposed"  # an object of lists became a list of objects
+    PADDING_LEFT_OUT = "padding_left_out"  # the last sequence of a packed row was padding
     PARTS_JOINED = "content_parts_joined"
     REASONING_RENAMED = "reasoning_renamed"  # reasoning, thinking or a part became reasoning_content
     ROLE_MAPPED = "role_mapped"

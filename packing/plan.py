@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing.boundaries import Lengths
-from packing.errors import OptionError
+from packing.errors import OptionError, check_choice
 
 Algorithm = Literal["best_fit_decreasing", "swap_search", "first_fit_decreasing", "next_fit"]
 
@@ -84,8 +84,7 @@ def check_options(*, capacity: int, algorithm: Algorithm, seed: int) -> None:
     Raises:
         OptionError: an option that can't be.
     """
-    if algorithm not in get_args(Algorithm):
-        raise OptionError(f"no algorithm {algorithm!r}: choose one of {', '.join(get_args(Algorithm))}")
+    check_choice("algorithm", algorithm, get_args(Algorithm))
     if not 1 <= capacity <= _MOST_CAPACITY:
         raise OptionError(f"a capacity of {capacity} can't be: choose 1 to {_MOST_CAPACITY} tokens")
     if not 0 <= seed < 2**64:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from packing.pipeline.rows import EncodedChunk, Reject
+from packing.shards import most_first
 
 EXAMPLES_OF_REJECTS = 3
 """How many rejects the error of a run with too many of them quotes."""
@@ -84,20 +85,20 @@ class Accounting:
                 "in": self.rows,
                 "packed": packed,
                 "eval": self.rows_held_out,
-                "rejected": _by_reason(self.rows_rejected),
+                "rejected": most_first(self.rows_rejected),
             },
-            "turns_rejected": _by_reason(self.turns_rejected),
+            "turns_rejected": most_first(self.turns_rejected),
             "examples": {"packed": self.examples["packed"], "eval": self.examples["eval"]},
             "tokens": {
                 "in": self.tokens.total() + self.truncated + self.tokens_rejected.total(),
                 "packed": self.tokens["packed"],
                 "eval": self.tokens["eval"],
                 "truncated": self.truncated,
-                "rejected": _by_reason(self.tokens_rejected),
+                "rejected": most_first(self.tokens_rejected),
             },
             "supervised_tokens": {"packed": self.supervised["packed"], "eval": self.supervised["eval"]},
-            "normalised_rows": _by_reason(self.notes),
-            "input_notes": _by_reason(self.input_notes),
+            "normalised_rows": most_first(self.notes),
+            "input_notes": most_first(self.input_notes),
         }
 
     def eval_as_json(self) -> dict[str, Any]:
@@ -108,8 +109,3 @@ class Accounting:
             "tokens": {"in": self.tokens["eval"], "packed": self.tokens["eval"], "rejected": {}},
             "supervised_tokens": {"packed": self.supervised["eval"]},
         }
-
-
-def _by_reason(counts: Counter[str]) -> dict[str, int]:
-    """Most first, and equal ones by name: the order does not depend on which came first."""
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing.chat import ChatEncoder, ChatOptions, EncodersDiffer, load_tokenizer
-from packing.errors import InputError, OptionError, RowRejected, TooManyRejects
+from packing.errors import InputError, OptionError, RowRejected, TooManyRejects, check_choice
 from packing.example import Conversation, Example, Overflow
 from packing.formats import FormatOptions, normalise
 from packing.pipeline.accounting import Accounting
@@ -458,8 +458,7 @@ def _check(
     *, overflow: Overflow, workers: int = 1, eval_fraction: float = 0.0, max_rejects: float = 1.0
 ) -> None:
     """Names the option that can't be."""
-    if overflow not in get_args(Overflow):
-        raise OptionError(f"no overflow {overflow!r}: choose one of {', '.join(get_args(Overflow))}")
+    check_choice("overflow", overflow, get_args(Overflow))
     if workers < 1:
         raise OptionError(f"{workers} workers can't be: choose 1 or more")
     if not 0 <= eval_fraction < 1:

@@ -51,6 +51,11 @@ def count(contents: dict[str, int], buffer: PackedBuffer) -> None:
     contents["supervised_tokens"] += int(np.count_nonzero(buffer.labels != IGNORE_INDEX))
 
 
+def most_first(counts: Mapping[str, int]) -> dict[str, int]:
+    """Most first, equal ones by name, for accounts: the order does not depend on which came first."""
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
 def canonical_json(value: Mapping[str, Any]) -> bytes:
     """The one way in which a manifest is written; reading compares bytes, so no flipped bit passes."""
     return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"

@@ -80,7 +80,22 @@ def test_trl_without_labels_is_trained_where_its_masks_say(tmp_path: Path) -> No
     assert examples(tmp_path / "masked") == EXAMPLES
     report = import_packed([save(tmp_path / "b.parquet", bare)], out=tmp_path / "all")
     assert [labels[1:] for _, labels in examples(tmp_path / "all")] == [ids[1:] for ids, _ in EXAMPLES]
-    assert report.accounting["normalised_rows"] == {"first_labels_dropped": 3}
+    assert report.accounting["normalised_rows"] == {"first_label_ignored": 3}
+
+
+def test_an_import_counts_as_pack_does(tmp_path: Path) -> None:
+    """Notes on lines of the input, and changed examples, stand in the accounts under the names of `pack`."""
+    trained_first = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [3]}
+    untrained = {"input_ids": [5, 6], "labels": [5, IGNORED], "seq_lengths": [2]}
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf\n" + "\r\n".join(map(json.dumps, (trained_first, untrained))).encode())
+    accounting = import_packed([str(path)], out=tmp_path / "out").accounting
+    assert accounting["input_notes"] == {"blank_lines": 1, "byte_order_mark": 1, "crlf_lines": 1}
+    assert accounting["normalised_rows"] == {"first_label_ignored": 1}  # the other example is not packed
+    row = save(tmp_path / "b.parquet", TORCHTUNE)
+    accounting = import_packed([row], out=tmp_path / "tuned").accounting
+    assert accounting["normalised_rows"] == {"padding_left_out": 1}
+    assert accounting["input_notes"] == {}
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -226,6 +226,24 @@ def test_rows_of_a_hugging_face_data_set(directory: Path, shards: ShardSet) -> N
         assert all(np.array_equal(batch[key], expected[key]) for key in expected)
 
 
+def test_a_batch_by_hand_is_that_of_collate(shards: ShardSet) -> None:
+    """`make_batch` of the training side, which the proofs use, gives what `collate` gives of a buffer."""
+    from training.kernels import make_batch
+
+    for buffer in shards:
+        ours = collate([loaded(buffer, None)])
+        ids, labels = (torch.from_numpy(a.astype(np.int64)) for a in (buffer.input_ids, buffer.labels))
+        other = make_batch(ids, buffer.seq_lengths.tolist(), labels=labels)
+        check_batch({key: other[key] for key in ours})
+        assert other.keys() == ours.keys()
+        assert all(
+            torch.equal(other[key], value) and other[key].dtype == value.dtype
+            if isinstance(value, torch.Tensor)
+            else other[key] == value
+            for key, value in ours.items()
+        )
+
+
 def test_a_row_without_boundaries_is_refused(directory: Path) -> None:
     """A trainer that dropped the column seq_lengths gets an error, not one long example."""
     row = {"input_ids": [1, 2], "labels": [-100, 2]}
@@ -559,6 +577,8 @@ def test_other_data_are_refused(directory: Path, tmp_path: Path) -> None:
         {"buffers": None},
         {"options": None},
         {"more": 1},
+        {"version": 2},
+        {"version": None},
     ],
 )
 def test_what_is_no_state_is_refused(directory: Path, change: Any) -> None:
@@ -571,6 +591,13 @@ def test_what_is_no_state_is_refused(directory: Path, change: Any) -> None:
         loader.load_state_dict({})
     assert loader.state_dict() == state
     assert len(list(loader)) == len(BINS)
+
+
+def test_a_state_of_another_version_is_named(directory: Path) -> None:
+    """Who meets a state that means something else is told which one, not that it is no state."""
+    loader = PackedDataLoader(directory)
+    with pytest.raises(ResumeError, match="version 2, this loader reads 1"):
+        loader.load_state_dict({**loader.state_dict(), "version": 2})
 
 
 # New bins
