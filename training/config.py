@@ -107,6 +107,10 @@ class Parallel:
     """Layers that are gathered ahead, in the forward and in the backward pass."""
     keep_gathered: int = 0
     """So many layers at the end stay gathered from the forward to the backward pass."""
+    offload: bool = False
+    """Weights, gradients and optimizer states lie in the host's memory, the update runs there: far slower."""
+    context: int = 1
+    """GPUs that share one sequence: only 1, see the error for others."""
     timeout: float = 600.0
     """Seconds after which a collective that some rank never joined ends the run."""
 
@@ -197,6 +201,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "parallel.replicas": (1, 2**16),
     "parallel.prefetch": (1, 16),
     "parallel.keep_gathered": (0, 1024),
+    "parallel.context": (1, 1024),
     "parallel.timeout": (1, 1e6),
     "optim.lr": (0, 10),
     "optim.beta1": (0, 1),
@@ -286,6 +291,17 @@ def _build(values: Mapping[str, tuple[Any, str]]) -> Config:
         raise OptionError(
             "model.compile = layers hides the products that keep_layers and host_layers would keep: set them "
             "to 0; whole_layers keeps what the compiler chooses"
+        )
+    if config.parallel.context > 1:
+        raise OptionError(
+            f"parallel.context = {config.parallel.context}: context parallelism is not there: the delta rule "
+            "hands its state from token to token, and examples are packed to lie whole on one GPU; for long "
+            "ones recompute all layers (model.checkpointing=1) and spread the weights over more GPUs"
+        )
+    if config.parallel.offload and (config.optim.states == "8bit" or config.optim.rounding == "stochastic"):
+        raise OptionError(
+            "parallel.offload updates the weights on the CPU, where optim.states = 8bit and optim.rounding = "
+            "stochastic are not there: the host's memory holds the full states"
         )
     if config.schedule.kind == "wsd" and config.schedule.decay == 0:
         raise OptionError("schedule.kind = wsd needs schedule.decay, the number of steps that it falls in")

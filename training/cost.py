@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -146,10 +146,11 @@ def price(
     again = _layout(config, layers=len(layers))
     full, products, host, nothing = (again.count(what) for what in get_args(Again))
     whole_step = config.data.accumulation > 1 and config.parallel.reduce == "step" and ranks > 1
+    here = 0 if config.parallel.offload else 1
     return {
-        "weights": weights * stored // ranks,
-        "gradients": trained * stored // ranks,
-        "optimizer states": trained * 2 * (1 if config.optim.states == "8bit" else stored) // ranks,
+        "weights": here * weights * stored // ranks,
+        "gradients": here * trained * stored // ranks,
+        "optimizer states": (here * trained * 2 * (1 if config.optim.states == "8bit" else stored) // ranks),
         "gathered layers, their gradients and sums": (
             0 if ranks == 1 else layer * (computed * (2 + config.parallel.keep_gathered) + computed + 4)
         ),
@@ -168,14 +169,29 @@ def price(
     }
 
 
-def itemised(items: Mapping[str, int], *, world: World) -> list[str]:
-    """The estimate line by line, and what is there."""
+def price_on_host(config: Config, model: PreTrainedModel, *, ranks: int, precision: Precision) -> int:
+    """Bytes in the host's memory for each rank that `parallel.offload` takes: weights, gradients, states."""
+    if not config.parallel.offload:
+        return 0
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return int(weights + 3 * trained) * (2 if precision == "bf16" else 4) // ranks
+
+
+def itemised(
+    config: Config, model: PreTrainedModel, *, world: World, capacity: int, precision: Precision
+) -> list[str]:
+    """The estimate for this run line by line, and what is there; the arguments are `price`'s."""
+    items = price(config, model, ranks=world.size, capacity=capacity, precision=precision)
     lines = [f"{_size(size)}  {name}" for name, size in items.items() if size]
     there = ""
     if world.device.type == "cuda":
         there = f", the GPU has {_size(torch.cuda.get_device_properties(world.device).total_memory).strip()}"
     total = _size(sum(items.values()))
-    return [*lines, f"{total}  on each of {world.size} ranks, estimated{there}"]
+    lines.append(f"{total}  on each of {world.size} ranks, estimated{there}")
+    if on_host := price_on_host(config, model, ranks=world.size, precision=precision):
+        lines.append(f"{_size(on_host)}  in the host's memory for each rank")
+    return lines
 
 
 def _size(count: int) -> str:

@@ -90,10 +90,10 @@ def clip(parameters: Iterable[nn.Parameter], *, limit: float) -> float:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
     whole = [grad for grad in grads if not isinstance(grad, DTensor)]
-    squares = _sum_of_squares(shards, device=grads[0].device)
+    squares = _sum_of_squares(shards, device=(shards or whole)[0].device)  # with parallel.offload the host
     for mesh in {grad.device_mesh for grad in grads if isinstance(grad, DTensor)}:
         dist.all_reduce(squares, group=mesh.get_group("shard"))
-    norm = float((squares + _sum_of_squares(whole, device=grads[0].device)).sqrt())
+    norm = float((squares + _sum_of_squares(whole, device=squares.device).to(squares.device)).sqrt())
     if limit and norm > limit:
         for tensors in (shards, whole):
             if tensors:

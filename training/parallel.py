@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from training.config import Parallel, Precision
 from training.data import OptionError
@@ -71,10 +77,13 @@ def join(parallel: Parallel) -> Iterator[World]:
     """Joins the process group that torchrun describes, or one of a single process without it.
 
     Raises:
-        OptionError: `parallel.device` is "cuda" and there is none, or fewer GPUs than local ranks.
+        OptionError: `parallel.device` is "cuda" and there is none, or fewer GPUs than local ranks; or
+            `parallel.offload` without a GPU.
         Unmet: some rank never came.
     """
     cuda = parallel.device == "cuda" or (parallel.device == "auto" and torch.cuda.is_available())
+    if parallel.offload and not cuda:
+        raise OptionError("parallel.offload moves from GPUs to the host, and there is no GPU: leave it off")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if cuda and local_rank >= torch.cuda.device_count():
         raise OptionError(
@@ -137,17 +146,18 @@ def shard(
         ends: Embedding and head, if they share no weight: groups of their own, since each is needed for a
             moment only, and the head's gradients are then reduced when the backward pass begins.
         world: The ranks.
-        parallel: How far to gather ahead, and what to keep.
+        parallel: How far to gather ahead, what to keep, and whether the shards lie on the host.
         precision: "mixed" gathers bf16 copies of fp32 weights; sums over ranks are fp32 in any case.
         materialise: Called on each group before it is sharded: gives meta parameters their values.
         whole: The parameters of a module that stay whole on every rank; see `reduce_whole`.
     """
-    if world.size == 1 and precision != "mixed":
+    if world.size == 1 and precision != "mixed" and not parallel.offload:
         materialise(root)  # nothing to shard; FSDP would copy every weight and gradient on the way
         return
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "mixed" else None, reduce_dtype=torch.float32
     )
+    offload = CPUOffloadPolicy() if parallel.offload else OffloadPolicy()
     kept = {*blocks[len(blocks) - parallel.keep_gathered :], *ends[1:]}
     for module in [*blocks, *ends, root]:
         materialise(module)
@@ -155,6 +165,7 @@ def shard(
             module,
             mesh=world.mesh,
             mp_policy=policy,
+            offload_policy=offload,
             reshard_after_forward=None if module is root else module not in kept,
             ignored_params=whole(module),
         )

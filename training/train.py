@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from training import checkpoint, kernels
 from training.config import Config, Precision, to_toml
-from training.cost import itemised, peak_flops, price, recomputed, work
+from training.cost import itemised, peak_flops, recomputed, work
 from training.data import MicroBatch, TrainingData
 from training.faults import (
     NonFinite,
@@ -101,14 +101,9 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         )
         if dry_run:
             if world.chief:
-                bill = price(
-                    config,
-                    root.model,
-                    ranks=world.size,
-                    capacity=data.capacity,
-                    precision=precision(config, world),
-                )
-                print("\n".join([to_toml(config), summary, *itemised(bill, world=world)]))
+                numbers = precision(config, world)
+                bill = itemised(config, root.model, world=world, capacity=data.capacity, precision=numbers)
+                print("\n".join([to_toml(config), summary, *bill]))
             return
         spread(root, config, world)
         optimizer = make_optimizer(root, optim=config.optim)

@@ -51,6 +51,7 @@ def test_resolved_configuration_is_a_configuration(tmp_path: Path) -> None:
         (f"run.seed={2**64}", ["run.seed", "between 0 and"]),
         ("schedule.kind=wsd", ["schedule.decay"]),
         ("model.weights=somewhere", ["model.weights", "model.config"]),
+        ("parallel.context=2", ["context parallelism is not there", "from token to token"]),
         ("optim.lr", ["section.key=value"]),
         ("model.freeze=model.norm", ["model.freeze", 'as ["a", "b"]']),
     ],
@@ -62,6 +63,13 @@ def test_bad_option_is_named(tmp_path: Path, override: str, words: list[str]) ->
     text = str(caught.value)
     assert "\n" not in text
     assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("other", ["optim.states=8bit", "optim.rounding=stochastic"])
+def test_what_offloading_excludes_is_named(tmp_path: Path, other: str) -> None:
+    """The update runs on the CPU, where torchao's optimizers are not there."""
+    with pytest.raises(OptionError, match=r"parallel\.offload updates the weights on the CPU"):
+        load(written(tmp_path, MINIMAL), overrides=["parallel.offload=true", "model.precision=bf16", other])
 
 
 @pytest.mark.parametrize(

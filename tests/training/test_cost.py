@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from training.config import Config, Data, Model, Optim, Parallel
-from training.cost import Work, flops, price, recomputed, work
+from training.cost import Work, flops, price, price_on_host, recomputed, work
 from training.model import skeleton
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
@@ -120,3 +120,23 @@ def test_shares_that_recompute(options: dict[str, int], shares: tuple[float, flo
     """Of eight layers, those that compute all again and those that keep their products."""
     model = Model(config="x", **options)  # type: ignore[arg-type]
     assert recomputed(Config(data=Data(shards=""), model=model), layers=8) == shares
+
+
+def test_offloading_moves_weights_gradients_and_states_to_the_host() -> None:
+    """What the GPU no longer holds, the host does: 8 bytes a parameter in bf16; what is gathered stays."""
+    model = skeleton(
+        AutoConfig.for_model(**json.loads((CONFIGS / "ladder-27b.json").read_text())), precision="bf16"
+    )
+    bills, hosts = [], []
+    for offload in (False, True):
+        config = Config(
+            data=Data(shards=""),
+            model=Model(config="x", precision="bf16"),
+            parallel=Parallel(offload=offload),
+        )
+        bills.append(price(config, model, ranks=2, capacity=8192, precision="bf16"))
+        hosts.append(price_on_host(config, model, ranks=2, precision="bf16"))
+    assert hosts == [0, model.num_parameters() * 8 // 2]
+    assert sum(bills[0].values()) - sum(bills[1].values()) == pytest.approx(hosts[1], abs=4)
+    kept = "gathered layers, their gradients and sums"
+    assert bills[0][kept] == bills[1][kept] > 0
