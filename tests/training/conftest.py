@@ -1,6 +1,29 @@
-"""Lets the tests here import the modules beside them, which workers under torchrun run as scripts."""
+"""What the trainer's tests share; and the way to the modules beside them, which workers run as scripts."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+from running import RUN
+from tiny_shards import some_shards
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return some_shards(tmp_path_factory.mktemp("data") / "shards")
+
+
+@pytest.fixture
+def words(tmp_path: Path, shards: Path) -> Callable[..., list[str]]:
+    """The command's words for a run on the shards, with overrides."""
+    (tmp_path / "run.toml").write_text(RUN)
+
+    def make(*overrides: str, flags: tuple[str, ...] = (), run: str = "run") -> list[str]:
+        sets = (f"data.shards={shards}", f"run.dir={tmp_path / run}", *overrides)
+        return [str(tmp_path / "run.toml"), *flags, *(part for item in sets for part in ("--set", item))]
+
+    return make

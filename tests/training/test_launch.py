@@ -1,15 +1,23 @@
 """How ranks meet, and runs that torchrun starts again or starts from two machines."""
 
+import json
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+from running import launch, losses
 from torch.distributed import HashStore
 
+from training.__main__ import main
+from training.checkpoint import newest
 from training.launch import Unmet, fresh
 
 SHORT = timedelta(seconds=0.2)
 LONG = timedelta(seconds=20)
+TWO = ("--standalone", "--nproc-per-node", "2")
 
 
 def test_a_second_life_sees_nothing_of_the_first() -> None:
@@ -31,3 +39,37 @@ def test_a_rank_that_never_comes_is_named() -> None:
         fresh(HashStore(), rank=0, size=3, timeout=SHORT)
     with pytest.raises(Unmet, match="rank 0 did not answer rank 2"):
         fresh(HashStore(), rank=2, size=3, timeout=SHORT)
+
+
+def test_two_ranks_come_back_by_themselves_whenever_one_is_killed(
+    words: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Killed in a write, before a rename, in a step: each life goes on from the last whole one, as
+    never stopped, bit for bit.
+
+    One rank that takes two buffers a step then goes on in the same order, to fp32 tolerance.
+    """
+    faults = [
+        [0, 1, "training.checkpoint._write_digests", 2, "kill"],  # tensors of step 4 are written
+        [1, 0, "training.checkpoint.Saver._publish", 3, "kill"],  # step 8 is whole, but for its name
+        [2, 1, "training.train.forward_backward", 4, "kill"],  # step 10
+    ]
+    options = ("schedule.steps=12", "checkpoint.every=2", "checkpoint.keep=0")
+    process = launch(words(*options, run="cut"), *TWO, "--max-restarts", "3", faults=json.dumps(faults))
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert [int(step) for step in re.findall(r"step (\d+) to 12 of 12", output)] == [0, 2, 6, 8], output
+    assert "Traceback" not in output, output
+    process = launch(words(*options, run="whole"), *TWO)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    whole = losses(tmp_path / "whole")
+    assert list(whole) == list(range(1, 13))
+    assert losses(tmp_path / "cut") == whole
+    assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
+
+    last = newest(tmp_path / "cut" / "checkpoints")
+    assert last
+    last.rename(tmp_path / "away")
+    assert main(words(*options, "data.accumulation=2", run="cut", flags=("--resume",))) == 0
+    assert losses(tmp_path / "cut") == pytest.approx(whole, rel=1e-4)

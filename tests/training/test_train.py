@@ -4,9 +4,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from running import launch, losses, wait_for
 from safetensors.torch import load_file
 from tiny_shards import CAPACITY, VOCABULARY, examples, some_shards, write_shards
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -28,62 +26,6 @@ from training.config import load
 from training.data import OptionError, TrainingData
 from training.metrics import read
 from training.train import step_seed
-
-RUN = """
-[data]
-shards = "shards"
-[model]
-config = "tiny-qwen3_5"
-[schedule]
-steps = 30
-warmup = 3
-[optim]
-lr = 5e-3
-weight_decay = 0.1
-[checkpoint]
-every = 4
-"""
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return some_shards(tmp_path_factory.mktemp("data") / "shards")
-
-
-@pytest.fixture
-def words(tmp_path: Path, shards: Path) -> Callable[..., list[str]]:
-    """The command's words for a run on the shards, with overrides."""
-    (tmp_path / "run.toml").write_text(RUN)
-
-    def make(*overrides: str, flags: tuple[str, ...] = (), run: str = "run") -> list[str]:
-        sets = (f"data.shards={shards}", f"run.dir={tmp_path / run}", *overrides)
-        return [str(tmp_path / "run.toml"), *flags, *(part for item in sets for part in ("--set", item))]
-
-    return make
-
-
-def losses(run: Path, kind: str = "train") -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == kind}
-
-
-def launch(words: list[str], *torchrun: str) -> "subprocess.Popen[str]":
-    """The command in a process of its own, under torchrun where it gets options."""
-    before = ["torch.distributed.run", *torchrun, "-m"] if torchrun else []
-    return subprocess.Popen(
-        [sys.executable, "-m", *before, "training", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def wait_for(step: int, *, run: Path, process: "subprocess.Popen[str]") -> None:
-    """Waits until the metrics hold the step."""
-    deadline = time.monotonic() + 240
-    while not ((run / "metrics.jsonl").exists() and step in losses(run)):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_killed_and_resumed_run_has_the_losses_of_one_never_stopped(
@@ -100,26 +42,6 @@ def test_killed_and_resumed_run_has_the_losses_of_one_never_stopped(
     whole = losses(tmp_path / "whole")
     assert list(whole) == list(range(1, 31))
     assert len(set(whole.values())) == 30
-    assert losses(tmp_path / "cut") == whole
-
-
-def test_two_killed_ranks_go_on_as_if_never_stopped(words: Callable[..., list[str]], tmp_path: Path) -> None:
-    """All of a run of two ranks killed at once: --resume repeats bit for bit one without a stop."""
-    two = ("--standalone", "--nproc-per-node", "2")
-    short = ("schedule.steps=12", "checkpoint.every=4")
-    process = launch(words(*short, run="cut"), *two)
-    wait_for(6, run=tmp_path / "cut", process=process)
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-    for number in (process.pid, *map(int, ranks.stdout.split())):
-        os.kill(number, signal.SIGKILL)
-    process.communicate()
-    assert max(losses(tmp_path / "cut")) < 12
-    for run, flags in (("cut", ("--resume",)), ("whole", ())):
-        process = launch(words(*short, run=run, flags=flags), *two)
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
-    whole = losses(tmp_path / "whole")
-    assert list(whole) == list(range(1, 13))
     assert losses(tmp_path / "cut") == whole
 
 
