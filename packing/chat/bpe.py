@@ -300,50 +300,54 @@ def _read_ranks(model: Mapping[str, Any]) -> dict[bytes, int]:
     """The bytes of each token that is made of bytes, and its id.
 
     Raises:
-        NotEqual: a byte without a token, or merges whose order is not that of the ids.
+        NotEqual: a byte without a token.
     """
-    vocabulary: Mapping[str, int] = model["vocab"]
-    ranks = {data: n for token, n in vocabulary.items() if (data := token_bytes(token)) is not None}
+    ranks = {data: n for token, n in model["vocab"].items() if (data := token_bytes(token)) is not None}
     if lacking := sum(bytes([byte]) not in ranks for byte in range(256)):
         raise NotEqual(f"its vocabulary lacks {lacking} of the 256 bytes")
-    last = -1
-    for left, right in map(_pair, model["merges"]):
-        made = vocabulary.get(left + right, -1)
-        if made < last:
-            raise NotEqual(f"its merges are not in the order of their ids at {left + right!r}")
-        last = made
     return ranks
 
 
-def _pair(merge: Sequence[str] | str) -> tuple[str, str]:
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left, right
+def read_merges(model: Mapping[str, Any]) -> dict[tuple[str, str], int]:
+    """Each pair that is merged, and the id that it makes.
+
+    Raises:
+        NotEqual: the order of merging is not that of the ids, by which tiktoken merges.
+    """
+    vocabulary: Mapping[str, int] = model["vocab"]
+    merges = {}
+    last = -1
+    for merge in model["merges"]:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        made = vocabulary.get(left + right, -1)
+        if made < last:
+            raise NotEqual(f"its merges are not in the order of their ids at {left + right!r}")
+        merges[left, right] = last = made
+    return merges
 
 
-def unreached(state: Mapping[str, Any], whole: Iterable[str]) -> set[str]:
-    """Tokens that merges never make, of those of the vocabulary whose own text does not merge to them.
+def check_unmade(
+    tokens: Iterable[str], *, vocabulary: Mapping[str, int], merges: Mapping[tuple[str, str], int]
+) -> None:
+    """Tokens that do not come of their own bytes by merging do not come of them in tiktoken either.
 
-    tiktoken merges any two neighbours that make a token, its tokenizer.json only those that it lists. What
-    stands in a token's place before it is made depends on the token's bytes alone, as long as nothing
-    merged across its ends; so both make the same tokens if, for each token, what its own bytes come to by
-    the earlier merges is a listed pair, or not two tokens at all.
+    tiktoken merges any two neighbours that make a token, tokenizer.json only those that it lists. What stands
+    in a token's place before it is made depends on the token's bytes alone, as nothing merged across its
+    ends. So both make the same tokens if, for each token, what its own bytes come to by the earlier merges
+    is a listed pair (then the token comes of its bytes) or is not two tokens (then neither makes it).
 
     Args:
-        state: The tokenizer.json.
-        whole: The tokens in question.
+        tokens: Those that do not come of their own bytes.
+        vocabulary: Every token and its id.
+        merges: Of `read_merges`.
 
     Raises:
         NotEqual: two neighbours that tiktoken alone would merge.
     """
-    vocabulary: Mapping[str, int] = state["model"]["vocab"]
-    merges = {pair: vocabulary["".join(pair)] for pair in map(_pair, state["model"]["merges"])}
-    found = set()
-    for token in whole:
+    for token in tokens:
         parts = _merge(token, merges, below=vocabulary[token])
         if len(parts) == 2:
             raise NotEqual(f"its merges do not list {parts[0]!r} and {parts[1]!r}")
-        found.add(token)
-    return found
 
 
 def _merge(token: str, merges: Mapping[tuple[str, str], int], *, below: int) -> list[str]:

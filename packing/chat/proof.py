@@ -11,6 +11,7 @@ And on each run a sample of the user's own rows goes through both (`ChatEncoder.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from packing.chat import bpe
 from packing.chat.bpe import BpeEncoder, NotEqual, Recipe
@@ -71,7 +73,7 @@ def build(backend: Any, *, digest: str) -> tuple[BpeEncoder | None, Verdict]:
             raise NotEqual("its added tokens are read as text (split_special_tokens)")
         recipe = bpe.read_recipe(state)
         if verdict is None:
-            dropped = _prove_merges(state, recipe)
+            dropped = _prove_merges(state)
             _prove_classes(recipe)
         else:
             dropped = set(verdict.dropped)
@@ -95,7 +97,7 @@ class _Differs(NotEqual):
     """Both were run, and gave different results."""
 
 
-def _prove_merges(state: Mapping[str, Any], recipe: Recipe) -> set[str]:
+def _prove_merges(state: Mapping[str, Any]) -> set[str]:
     """The tokens that merges never make; all others are made of their own bytes.
 
     Raises:
@@ -104,18 +106,20 @@ def _prove_merges(state: Mapping[str, Any], recipe: Recipe) -> set[str]:
     import orjson
     import tokenizers
 
+    merges = bpe.read_merges(state["model"])
     bare = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding"))
     model = {**state["model"], "ignore_merges": False}
     merger = tokenizers.Tokenizer.from_str(
         orjson.dumps({**state, **bare, "added_tokens": [], "model": model}).decode()
     )
     vocabulary = model["vocab"]
-    whole = [
+    unmade = {
         token
         for token, n in vocabulary.items()
         if bpe.token_bytes(token) is not None and merger.encode(token, add_special_tokens=False).ids != [n]
-    ]
-    return bpe.unreached(state, whole)
+    }
+    bpe.check_unmade(unmade, vocabulary=vocabulary, merges=merges)
+    return unmade
 
 
 def _code_points() -> str:
@@ -131,22 +135,31 @@ def _prove_classes(recipe: Recipe) -> None:
     Raises:
         NotEqual: one has not.
     """
+    for pattern in sorted(set().union(*map(bpe.classes, recipe.sources))):
+        if odd := _odd_letters(pattern):
+            raise _Differs(f"{pattern} is not the same to both: U+{odd[0]:04X}, one of {len(odd)}")
+
+
+@functools.cache
+def _odd_letters(pattern: str) -> Sequence[int]:
+    """The code points that are in a class for one of the two only."""
     import tiktoken
     import tokenizers
 
     letters = _code_points()
-    points = np.frombuffer(letters.encode("utf-32-le"), np.uint32)
     bytes_ = {bytes([byte]): byte for byte in range(256)}
-    for pattern in sorted(set().union(*map(bpe.classes, recipe.sources))):
-        encoding = tiktoken.Encoding("class", pat_str=pattern, mergeable_ranks=bytes_, special_tokens={})
-        found = encoding.encode_to_numpy(letters, disallowed_special=()).astype(np.uint8).tobytes().decode()
-        remover = tokenizers.normalizers.Replace(tokenizers.Regex(pattern), "")
-        ours, theirs = np.zeros((2, 0x110000), np.bool_)
-        ours[np.frombuffer(found.encode("utf-32-le"), np.uint32)] = True
-        theirs[points] = True
-        theirs[np.frombuffer(remover.normalize_str(letters).encode("utf-32-le"), np.uint32)] = False
-        if odd := np.flatnonzero(ours != theirs).tolist():
-            raise _Differs(f"{pattern} is not the same to both: U+{odd[0]:04X}, one of {len(odd)}")
+    encoding = tiktoken.Encoding("class", pat_str=pattern, mergeable_ranks=bytes_, special_tokens={})
+    found = encoding.encode_to_numpy(letters, disallowed_special=()).astype(np.uint8).tobytes().decode()
+    remover = tokenizers.normalizers.Replace(tokenizers.Regex(pattern), "")
+    ours, theirs = np.zeros((2, 0x110000), np.bool_)
+    ours[_points(found)] = True
+    theirs[_points(letters)] = True
+    theirs[_points(remover.normalize_str(letters))] = False
+    return list(np.flatnonzero(ours != theirs).tolist())
+
+
+def _points(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
 def _prove_corpus(encoder: BpeEncoder, recipe: Recipe, backend: Any) -> None:
@@ -155,7 +168,9 @@ def _prove_corpus(encoder: BpeEncoder, recipe: Recipe, backend: Any) -> None:
     Raises:
         NotEqual: one does not, or most can't be compared.
     """
-    texts = list(_corpus(recipe))
+    texts = list(
+        _corpus(recipe, added=sorted(t.content for t in backend.get_added_tokens_decoder().values()))
+    )
     taken = [text for text in map(_compose, texts) if encoder.takes(text)]
     if len(taken) < 0.9 * len(texts):
         raise NotEqual(f"only {len(taken)} of {len(texts)} probe texts are its kind of text")
@@ -261,7 +276,7 @@ _ATOMS = (
 )
 
 
-def _corpus(recipe: Recipe) -> Iterator[str]:
+def _corpus(recipe: Recipe, *, added: Sequence[str]) -> Iterator[str]:
     yield from PROBES
     yield ""
     letters = [
@@ -278,12 +293,12 @@ def _corpus(recipe: Recipe) -> Iterator[str]:
             yield f"x{unit * count}x"
             yield f" {unit * count} "
     random_ = random.Random(0)
-    added = sorted(recipe.added)
     for token in added:
         for pattern in ("{0}", "a{0}b", " {0} ", "\n{0}\n\n", "{0}{0}", "{0}\u0301", "e{0}́", "{1}{0}{2}"):
             place = random_.randrange(1, len(token)) if len(token) > 1 else 1
             yield pattern.format(token, token[:place], token[place:])
-    words = [data.decode() for data in recipe.ranks if _is_text(data)]
+    ranks = random_.sample(list(recipe.ranks), min(len(recipe.ranks), 20_000))
+    words = [data.decode() for data in ranks if _is_text(data)]
     for kinds in (
         (_ATOMS, 8_000),
         ((*_ATOMS, *random_.sample(added, min(len(added), 30))), 4_000),

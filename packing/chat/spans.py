@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from packing.chat.calibrate import THINK, Calibration
+from packing.chat.calibrate import Calibration
 from packing.chat.dialect import Note, split_think
 from packing.chat.probes import is_first
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render, ScatteredError
@@ -299,7 +299,7 @@ class _Turn:
 
     def _header_end(self) -> int:
         """Where the longest known header ends that the turn begins with, a think tag in it left out."""
-        headers = {THINK.split(start)[0] for start in self.calibration.starts.values()}
+        headers = self.calibration.headers_begin
         return self.place[0] + max(
             (len(header) for header in headers if self.text.startswith(header, self.place[0])), default=0
         )

@@ -16,6 +16,7 @@ import datetime
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import BuiltinMethodType
 from typing import Any, NamedTuple, cast
 
 import jinja2
@@ -197,7 +198,9 @@ class _Tracer(NodeTransformer):
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node | list[nodes.Node]:
         if _is_generation(node):
-            return [_call("generation_edge"), node, _call("generation_edge")]
+            # The call gives back what its body prints; printed at once, in a scope as a call's body has one,
+            # that costs half as much.
+            return [_call("generation_edge"), nodes.Scope(node.body), _call("generation_edge")]
         return node
 
     def _captured(self, node: nodes.Node) -> nodes.Node:
@@ -236,7 +239,8 @@ class ChatTemplate:
         self.name = name
         self._recorder = _Recorder()
         environment, tree = _parse(source, name)
-        self.has_generation = any(_is_generation(node) for node in tree.find_all(nodes.CallBlock))
+        marks = sum(_is_generation(node) for node in tree.find_all(nodes.CallBlock))
+        self.has_generation = marks > 0
         self.reads = _names_read(tree)
         self.prints_date = any(node.name == "strftime_now" for node in tree.find_all(nodes.Name))
         _refuse_chance(tree, name)
@@ -246,8 +250,8 @@ class ChatTemplate:
             **{f"padfree_{call}": getattr(self._recorder, call) for call in _CALLS},
         }
         environment.getattr = _quick_getattr(environment)  # type: ignore[assignment, method-assign]
+        environment.call = _quick_call(environment)  # type: ignore[attr-defined]
         traced = _Tracer().visit(tree)
-        marks = sum(_is_generation(node) for node in tree.find_all(nodes.CallBlock))
         edges = sum(node.name == "padfree_generation_edge" for node in tree.find_all(nodes.Filter))
         if edges != 2 * marks:
             raise TemplateError(
@@ -340,6 +344,25 @@ def _quick_getattr(environment: jinja2.Environment) -> Callable[[Any, str], Any]
         ):
             safe.add((kind, attribute))
         return original(obj, attribute)
+
+    return quick
+
+
+def _quick_call(environment: jinja2.Environment) -> Callable[..., Any]:
+    """The environment's own `call`, without asking of each method of a text whether it is safe.
+
+    Nor whether it wants the template's variables: it takes what it is given. The same for `namespace`.
+    """
+    sandbox = cast(SandboxedEnvironment, environment)
+    original = sandbox.call
+    namespace = cast(type[Namespace], environment.globals["namespace"])
+
+    def quick(context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if called is namespace or (type(called) is BuiltinMethodType and type(called.__self__) is str):
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            return called(*args, **kwargs)
+        return original(context, called, *args, **kwargs)
 
     return quick
 
