@@ -59,6 +59,7 @@ def test_experts_get_the_first_routing_again(family: Family) -> None:
     with proof._recording(model, routing):
         model(**make_batch(torch.arange(9), (4, 5)))
     assert routing, "no router was found"
+    assert {picked.dtype for picked in routing} == {torch.int64}
     own: list[torch.Tensor] = []
     with proof._recording(model, own):
         model(**make_batch(torch.arange(9) + 20, (4, 5)))

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from training.kernels import (
     KernelError,
@@ -18,6 +20,7 @@ from training.kernels import (
     handshake,
     make_batch,
     record,
+    recurrence,
     with_chunk_indices,
 )
 from training.kernels import packages as packages_module
@@ -91,8 +94,49 @@ def test_attention_in_both_directions_is_refused() -> None:
 def test_an_unknown_attention_feature_is_refused() -> None:
     """A keyword that could change what attention computes is refused by its name, not dropped."""
     model = bind(tiny(FAMILY["Llama"]))
-    with pytest.raises(KernelError, match="unknown attention features position_bias"):
+    with pytest.raises(
+        KernelError, match=r"self_attn: attention has features that are not known here: position_bias"
+    ):
         model(**batch_of(position_bias=torch.zeros(1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "feature"),
+    [
+        ("Qwen3.5", r"layers\.0\.linear_attn: the convolution", "initial_states"),
+        ("Kimi-linear", r"layers\.0\.self_attn: the convolution", "residual"),
+        ("LFM2", r"layers\.0\.conv: the convolution", "bias_of_another_kind"),
+    ],
+)  # fmt: skip
+def test_unknown_features_of_other_layers_are_refused(name: str, layer: str, feature: str) -> None:
+    """So is one that would change a convolution or a recurrence."""
+    if name == "LFM2" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("5.17's LFM2 layer hands nothing on")
+    model = bind(tiny(FAMILY[name]))
+    with pytest.raises(KernelError, match=f"{layer} has features that are not known here: {feature}"):
+        model(**batch_of(**{feature: torch.zeros(1)}))
+
+
+def test_recurrences_refuse_what_they_would_drop() -> None:
+    """A first state or a gate from a later transformers stops the reference and the fused function alike."""
+    x = torch.zeros(1, 4, 2, 8)
+    flat = torch.zeros(1, 4, 2)
+    ends = {"cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32), "chunk_size": 16, "z": None}
+    scans = (
+        recurrence.fla_state_space,
+        recurrence.scan_by_sequence(recurrence.STATE_SPACE, lambda *_, **__: x),
+    )
+    for scan in scans:
+        for feature in ("z", "initial_states"):
+            with pytest.raises(KernelError, match=f"the state space has features .* here: {feature}"):
+                scan(x, flat, flat[0, 0], x, x, **{**ends, feature: x})
+    rules = (
+        recurrence.fla_delta_rule, recurrence.flash_qla_delta_rule, recurrence.fla_kimi_delta,
+        recurrence.rule_by_sequence(recurrence.DELTA_RULE, lambda *_, **__: (x, None)),
+    )  # fmt: skip
+    for rule in rules:
+        with pytest.raises(KernelError, match="has features that are not known here: initial_state"):
+            rule(x, x, x, g=flat, beta=flat, cu_seqlens=ends["cu_seq_lens_q"], initial_state=x)
 
 
 def test_a_replaced_forward_is_refused() -> None:

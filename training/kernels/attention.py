@@ -16,7 +16,13 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from training.kernels import record
-from training.kernels.contract import KernelError, Unsupported, outside_compile, segment_lengths
+from training.kernels.contract import (
+    KernelError,
+    Unsupported,
+    outside_compile,
+    refuse_unknown,
+    segment_lengths,
+)
 from training.kernels.packages import Machine
 
 # transformers treats names that contain "flash", "flex_attention" or "sdpa" in its own way. A name that its
@@ -24,11 +30,6 @@ from training.kernels.packages import Machine
 FUSED = "packed_varlen"
 REFERENCE = "packed_varlen_reference"
 
-# Arguments that transformers hands down and that do not change what attention computes.
-_WITHOUT_EFFECT = {
-    "cu_seq_lens_k", "max_length_k", "seq_idx", "chunk_indices", "position_ids", "use_cache",
-    "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-}  # fmt: skip
 # torch 2.13 wants the flag, 2.11 has no such parameter and takes unequal head counts as they are.
 _GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 _NO_WINDOW = "FlashAttention 4 can't train with a sliding window: choose FA2 or FA3"
@@ -132,9 +133,7 @@ def _refuse(
         raise Unsupported(f"{name}: attention dropout {dropout} is not supported: set attention_dropout to 0")
     if features.pop("is_causal", None) is False:
         raise Unsupported(f"{name}: attention that is not causal is not supported")
-    unknown = [key for key, value in features.items() if value is not None and key not in _WITHOUT_EFFECT]
-    if unknown:
-        raise Unsupported(f"{name}: unknown attention features {', '.join(sorted(unknown))}")
+    refuse_unknown(f"{name}: attention", features)
 
 
 def _refuse_fused(

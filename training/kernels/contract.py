@@ -12,6 +12,13 @@ from packing import boundaries
 from packing.errors import PadfreeError
 
 Batch = dict[str, Any]
+
+# What a model hands down to its layers that does not change what they compute.
+WITHOUT_EFFECT = frozenset({
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "chunk_indices",
+    "position_ids", "use_cache", "num_items_in_batch", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict",
+})  # fmt: skip
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -74,6 +81,17 @@ def outside_compile(function: _F) -> _F:
     """For functions that walk the segments: lengths differ from batch to batch, so nothing compiles once."""
     outside: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return outside
+
+
+def refuse_unknown(what: str, options: Mapping[str, Any]) -> None:
+    """Refuses by name what a function does not know and would drop: it may change what is computed.
+
+    Raises:
+        Unsupported: there is one that is not None.
+    """
+    unknown = [key for key, value in options.items() if value is not None and key not in WITHOUT_EFFECT]
+    if unknown:
+        raise Unsupported(f"{what} has features that are not known here: {', '.join(sorted(unknown))}")
 
 
 def segment_lengths(*, cu_seqlens: torch.Tensor | None, seq_idx: torch.Tensor | None = None) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 
 from training.kernels import record
-from training.kernels.contract import KernelError, outside_compile, segment_lengths
+from training.kernels.contract import KernelError, outside_compile, refuse_unknown, segment_lengths
 from training.kernels.packages import Machine, probe
 
 WHAT = "convolution"
@@ -26,9 +26,10 @@ def by_sequence(reference: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         activation: str | None = None,
         *,
         seq_idx: torch.Tensor | None = None,
-        **_: Any,
+        **options: Any,
     ) -> torch.Tensor:
         """[1, D, T] to [1, D, T]; weight [D, width]; seq_idx int32[1, T]."""
+        refuse_unknown(f"the {WHAT}", options)
         lengths = segment_lengths(cu_seqlens=None, seq_idx=seq_idx)
         record.note(WHAT, "lengths", lengths)
         parts = [
@@ -74,7 +75,7 @@ def causal_conv1d(
     activation: str | None = None,
     *,
     seq_idx: torch.Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> torch.Tensor:
     """The causal-conv1d package: x [1, D, T], weight [D, width], seq_idx int32[1, T].
 
@@ -82,6 +83,7 @@ def causal_conv1d(
     layers hand over a transposed view, which is that layout already, unless it is a slice of a wider
     projection (Mamba-2): then it is copied, D * T elements, instead of computed without boundaries.
     """
+    refuse_unknown(f"the {WHAT}", options)
     from causal_conv1d import causal_conv1d_fn
 
     out = record.launch(
@@ -106,9 +108,10 @@ def fla_convolution(
     activation: str | None = None,
     *,
     cu_seq_lens_q: torch.Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> torch.Tensor:
     """flash-linear-attention's triton convolution: as above, with int32[N + 1] boundaries, in any layout."""
+    refuse_unknown(f"the {WHAT}", options)
     from fla.modules.causal_conv1d import causal_conv1d as kernel
 
     out: torch.Tensor = record.launch(

@@ -152,11 +152,17 @@ def _routers(model: Any) -> list[Any]:
     ]
 
 
+def _picked(output: tuple[torch.Tensor, ...]) -> int:
+    """Which of a router's outputs is the experts that it picked: the integers, int64[T, k]."""
+    (place,) = (place for place, one in enumerate(output) if one.dtype == torch.int64)
+    return place
+
+
 @contextmanager
 def _recording(model: Any, routing: list[torch.Tensor]) -> Iterator[None]:
-    """Keeps the experts that each router picks: the last of its outputs, int64[T, k]."""
+    """Keeps the experts that each router picks."""
     handles = [
-        router.register_forward_hook(lambda module, args, output: routing.append(output[-1].clone()))
+        router.register_forward_hook(lambda _, __, output: routing.append(output[_picked(output)].clone()))
         for router in _routers(model)
     ]
     try:
@@ -170,10 +176,12 @@ def _recording(model: Any, routing: list[torch.Tensor]) -> Iterator[None]:
 def _replaying(model: Any, routing: Sequence[torch.Tensor]) -> Iterator[None]:
     """Has each router pick the experts that it picked when they were recorded."""
     kept = iter(tuple(routing))
-    handles = [
-        router.register_forward_hook(lambda module, args, output: (*output[:-1], next(kept)))
-        for router in _routers(model)
-    ]
+
+    def replay(router: Any, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        place = _picked(output)
+        return (*output[:place], next(kept), *output[place + 1 :])
+
+    handles = [router.register_forward_hook(replay) for router in _routers(model)]
     try:
         yield
     finally:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from training.kernels import record
-from training.kernels.contract import KernelError, outside_compile, segment_lengths
+from training.kernels.contract import KernelError, outside_compile, refuse_unknown, segment_lengths
 from training.kernels.packages import Machine, probe
 
 DELTA_RULE = "delta rule"
@@ -36,10 +36,10 @@ def rule_by_sequence(what: str, reference: Rule) -> Rule:
         cu_seq_lens_q: torch.Tensor | None = None,
         use_qk_l2norm_in_kernel: bool = False,
         output_final_state: bool = False,
-        **_: Any,
+        **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """query, key [1, T, H, d], value [1, T, H_v, d_v], g and beta [1, T, H_v, …] to [1, T, H_v, d_v]."""
-        _refuse_state(what, output_final_state)
+        _refuse(what, output_final_state, options)
         lengths = segment_lengths(cu_seqlens=cu_seq_lens_q if cu_seqlens is None else cu_seqlens)
         record.note(what, "lengths", lengths)
         parts = zip(*(torch.split(t, lengths, dim=1) for t in (query, key, value, g, beta)), strict=True)
@@ -50,6 +50,10 @@ def rule_by_sequence(what: str, reference: Rule) -> Rule:
         return torch.cat(outputs, dim=1), None
 
     return rule
+
+
+_SCAN = {"chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"}
+"""What Mamba-2's scan takes beside its tensors and boundaries; a first state and a gate it is never given."""
 
 
 def scan_by_sequence(what: str, reference: Rule) -> Rule:
@@ -68,7 +72,7 @@ def scan_by_sequence(what: str, reference: Rule) -> Rule:
         **options: Any,
     ) -> torch.Tensor:
         """hidden_states [1, T, H, d], dt [1, T, H], A [H], B and C [1, T, groups, n] to [1, T, H, d]."""
-        _refuse_state(what, return_final_states)
+        _refuse(what, return_final_states, {k: v for k, v in options.items() if k not in _SCAN})
         lengths = segment_lengths(cu_seqlens=None, seq_idx=seq_idx)
         record.note(what, "lengths", lengths)
         parts = zip(*(torch.split(t, lengths, dim=1) for t in (hidden_states, dt, B, C)), strict=True)
@@ -77,9 +81,10 @@ def scan_by_sequence(what: str, reference: Rule) -> Rule:
     return scan
 
 
-def _refuse_state(what: str, wanted: bool) -> None:
-    if wanted:
+def _refuse(what: str, last_state: bool, options: Mapping[str, Any]) -> None:
+    if last_state:
         raise KernelError(f"the {what} was asked for its last state: pass use_cache=False")
+    refuse_unknown(f"the {what}", options)
 
 
 # --- fused -------------------------------------------------------------------------------------------------
@@ -96,15 +101,15 @@ def fla_delta_rule(
     chunk_indices: torch.Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     output_final_state: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """flash-linear-attention's gated delta rule: shapes as above, cu_seqlens int32[N + 1].
 
     With `chunk_indices` (int32[NT, 2], see `with_chunk_indices`) there is no sync; without, one a batch.
     """
+    _refuse(DELTA_RULE, output_final_state, options)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    _refuse_state(DELTA_RULE, output_final_state)
     return record.launch(
         DELTA_RULE,
         "cu_seqlens",
@@ -131,12 +136,12 @@ def flash_qla_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     output_final_state: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """flash-qla's gated delta rule: bf16 or fp16, head dims of 128; it reads the boundaries once a batch."""
+    _refuse(DELTA_RULE, output_final_state, options)
     from flash_qla import chunk_gated_delta_rule
 
-    _refuse_state(DELTA_RULE, output_final_state)
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise KernelError(f"flash-qla takes bf16 and fp16, not {query.dtype}: choose fla for the delta rule")
     return record.launch(
@@ -165,12 +170,12 @@ def fla_kimi_delta(
     cu_seq_lens_q: torch.Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     output_final_state: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """flash-linear-attention's KDA; the layer hands on `cu_seq_lens_q`, the kernel calls it `cu_seqlens`."""
+    _refuse(KIMI_DELTA, output_final_state, options)
     from fla.ops.kda import chunk_kda
 
-    _refuse_state(KIMI_DELTA, output_final_state)
     return record.launch(
         KIMI_DELTA,
         "cu_seqlens",
@@ -198,17 +203,19 @@ def fla_state_space(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     cu_seq_lens_q: torch.Tensor | None = None,
+    chunk_size: int | None = None,
     return_final_states: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> torch.Tensor:
     """Mamba-2's scan on flash-linear-attention's simple gated linear attention; shapes as above.
 
     h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t and y_t = C_t h_t + D x_t are its recurrence with q = C, k = B,
-    v = dt x, log gate A dt and scale 1. B and C are repeated for each head: 2 H n T elements.
+    v = dt x, log gate A dt and scale 1. B and C are repeated for each head: 2 H n T elements. It has a
+    chunk size of its own.
     """
+    _refuse(STATE_SPACE, return_final_states, options)
     from fla.ops.simple_gla import chunk_simple_gla
 
-    _refuse_state(STATE_SPACE, return_final_states)
     heads = hidden_states.shape[2] // B.shape[2]
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
