@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from training.config import Checkpoint, Config
 from training.data import OptionError, OutputError, ResumeError
 from training.faults import writing
+from training.lora import kept
 from training.metrics import FILE as METRICS
 from training.parallel import World
 
@@ -373,7 +374,7 @@ def _model_metadata(checkpoint: Path) -> dict[str, Any]:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
-        "model": model.state_dict(),
+        "model": kept(model, model.state_dict()),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT),
     }
 

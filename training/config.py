@@ -96,6 +96,18 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lora:
+    rank: int = 0
+    """Of the adapters that are trained in place of the model's weights (PEFT); 0: none."""
+    alpha: float = 16.0
+    """What an adapter adds is scaled by alpha ÷ rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that are left out."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get one, as "q_proj"; none named: all but the head."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parallel:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is CUDA where there is any."""
@@ -175,6 +187,7 @@ class Config:
     run: Run = field(default_factory=Run)
     data: Data
     model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
     parallel: Parallel = field(default_factory=Parallel)
     optim: Optim = field(default_factory=Optim)
     schedule: Schedule = field(default_factory=Schedule)
@@ -198,6 +211,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.whole_layers": (0, 1024),
     "model.keep_layers": (0, 1024),
     "model.host_layers": (0, 1024),
+    "lora.rank": (0, 4096),
+    "lora.alpha": (0, 1e6),
+    "lora.dropout": (0, 1),
     "parallel.replicas": (1, 2**16),
     "parallel.prefetch": (1, 16),
     "parallel.keep_gathered": (0, 1024),

@@ -30,12 +30,14 @@ class Work:
     Attributes:
         layer_products: Weights in the layers' matrix products; of a mixture, those that a token meets.
         head_products: Weights of the head.
+        frozen_products: Those of both that are not trained: their own gradients are not computed.
         attention: For each attention layer query heads × (key width + value width), and its window or 0.
         recurrence: Over the delta-rule layers, value heads × key width × value width.
     """
 
     layer_products: int
     head_products: int
+    frozen_products: int = 0
     attention: tuple[tuple[int, int], ...]
     recurrence: int
 
@@ -55,7 +57,8 @@ class Work:
 
     def step(self, lengths: Lengths) -> float:
         """FLOPs of forward and backward, which is twice the forward, without any recomputation: MFU's."""
-        return 3 * sum(self.forward(lengths))
+        tokens = float(np.asarray(lengths, np.float64).sum())
+        return 3 * sum(self.forward(lengths)) - 2.0 * self.frozen_products * tokens
 
     def hardware(self, lengths: Lengths, *, recomputed: float, mixing_again: float) -> float:
         """FLOPs that run: HFU's.
@@ -73,15 +76,18 @@ def work(model: PreTrainedModel) -> Work:
     """The operations of a model, which may be on meta."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
-    products = 0
+    products, frozen = 0, 0
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            products += module.in_features * module.out_features
+        if isinstance(module, nn.Linear):
+            weights = module.in_features * module.out_features
+            products += weights if module is not head else 0
+            frozen += 0 if module.weight.requires_grad else weights
         elif experts := _experts(module):
             chosen = getattr(config, "num_experts_per_tok", experts)
             # Linear layers inside were or will be counted; only stacked weights are the module's own.
-            stacked = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim == 3)
-            products += stacked * chosen // experts
+            stacked = [p for p in module.parameters(recurse=False) if p.ndim == 3]
+            products += sum(p.numel() for p in stacked) * chosen // experts
+            frozen += sum(p.numel() for p in stacked if not p.requires_grad) * chosen // experts
     attention, recurrence = [], 0
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     for kind in kinds[: config.num_hidden_layers]:
@@ -95,6 +101,7 @@ def work(model: PreTrainedModel) -> Work:
     return Work(
         layer_products=products,
         head_products=head.in_features * head.out_features,
+        frozen_products=frozen,
         attention=tuple(attention),
         recurrence=recurrence,
     )
@@ -135,6 +142,7 @@ def price(
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     stored = 2 if precision == "bf16" else 4
     computed = 4 if precision == "fp32" else 2
+    moving = 4 if config.lora.rank else stored  # adapters are fp32 beside any weights
     layers = blocks(model)
     layer = max(sum(p.numel() for p in one.parameters()) for one in layers)
     outside = sum(p.numel() for one in ends(model) for p in one.parameters()) or (
@@ -148,9 +156,9 @@ def price(
     whole_step = config.data.accumulation > 1 and config.parallel.reduce == "step" and ranks > 1
     here = 0 if config.parallel.offload else 1
     return {
-        "weights": here * weights * stored // ranks,
-        "gradients": here * trained * stored // ranks,
-        "optimizer states": (here * trained * 2 * (1 if config.optim.states == "8bit" else stored) // ranks),
+        "weights": here * ((weights - trained) * stored + trained * moving) // ranks,
+        "gradients": here * trained * moving // ranks,
+        "optimizer states": (here * trained * 2 * (1 if config.optim.states == "8bit" else moving) // ranks),
         "gathered layers, their gradients and sums": (
             0 if ranks == 1 else layer * (computed * (2 + config.parallel.keep_gathered) + computed + 4)
         ),

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from training import checkpoint
 from training.data import InputError, OptionError, OutputError
 from training.faults import writing
+from training.lora import exported_name, write_config
 
 FILE_BYTES = 4 * 2**30
 """A file of the export holds about so much; one file is what is in memory at a time."""
@@ -67,6 +68,9 @@ def _write(
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
 
+    lora = trainer["config"]["lora"]
+    if lora["rank"]:
+        return _write_adapter(place, beside, lora=lora, weights=trainer["config"]["model"]["weights"])
     began = Path(trainer["config"]["model"]["weights"] or os.devnull)
     config = AutoConfig.for_model(**trainer["model"])
     if (began / "config.json").exists():
@@ -97,6 +101,16 @@ def _write(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (beside / INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
     return len(weight_map), total
+
+
+def _write_adapter(place: Path, beside: Path, *, lora: Mapping[str, Any], weights: str) -> tuple[int, int]:
+    if not weights:
+        raise InputError(f"{place} holds adapters of random weights, which no export could be added to")
+    write_config(lora, weights=weights, out=beside)
+    stored = checkpoint.read_model(place, list(checkpoint.model_sizes(place)))
+    tensors = {exported_name(name): value for name, value in stored.items()}
+    save_file(tensors, beside / "adapter_model.safetensors", metadata={"format": "pt"})
+    return len(tensors), sum(value.nbytes for value in tensors.values())
 
 
 def _checkpoint(source: Path) -> Path:

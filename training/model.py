@@ -24,6 +24,7 @@ from transformers import (
 
 from training.config import Model, Precision
 from training.data import InputError, OptionError
+from training.lora import first_values, is_adapter, own_name
 
 TINY: dict[str, dict[str, Any]] = {
     # Three gated-delta-net layers and one of attention: each kind of layer that Qwen3.5 has.
@@ -165,7 +166,8 @@ def materialise(module: nn.Module, *, model: PreTrainedModel, device: torch.devi
         name = names[child]
         torch.manual_seed((seed + zlib.crc32(name.encode())) % 2**63)
         with torch.no_grad():
-            model._init_weights(child)
+            if not first_values(child, name=name):
+                model._init_weights(child)
         for key, tensor in own:
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise OptionError(f"{type(model).__name__} gives {name}.{key} no initial value")
@@ -187,13 +189,16 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
         name for name, tensor in model.named_parameters()
     }
     wanted, missing = {}, []
-    for name, tensor in model.state_dict().items():
+    for full_name, tensor in model.state_dict().items():
+        if is_adapter(full_name):
+            continue
+        name = own_name(full_name)
         # Conditional-generation checkpoints keep the text model under another prefix.
         names = [name, name.replace("model.", "model.language_model.", 1)]
         found = next((key for key in names if key in stored), None)
         if found is not None:
             wanted[found] = tensor
-        elif name not in tied:
+        elif full_name not in tied:
             missing.append(name)
     if missing:
         raise InputError(

@@ -38,6 +38,7 @@ from training.faults import (
 from training.fused import fuse
 from training.launch import restarted
 from training.loggers import check_loggers, open_loggers
+from training.lora import add_adapters
 from training.loss import SupervisedLoss, choose_loss
 from training.metrics import Metrics
 from training.model import blocks, ends, freeze, load_weights, materialise, read_config, skeleton, whole
@@ -107,11 +108,11 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             return
         spread(root, config, world)
         optimizer = make_optimizer(root, optim=config.optim)
+        if config.model.weights and (config.lora.rank or not saved):  # a checkpoint may hold adapters alone
+            load_weights(root.model, config.model.weights)
         if saved:
             checkpoint.check_digests(saved, rank=world.rank, world_size=world.size)
             checkpoint.load(saved, model=root.model, optimizer=optimizer)
-        elif config.model.weights:
-            load_weights(root.model, config.model.weights)
 
         if world.chief:
             with writing(directory):
@@ -296,6 +297,8 @@ def build(config: Config, model_config: PretrainedConfig, world: World) -> Super
     model = skeleton(model_config, precision=precision(config, world))
     chosen = {} if wanted.delta_rule == "auto" else {"delta rule": wanted.delta_rule}
     kernels.bind(model, kernels=wanted.kernels, device=device.type, choose=chosen)
+    if config.lora.rank:
+        add_adapters(model, lora=config.lora)
     here = device.type == "cuda" and find_spec("liger_kernel") is not None
     if wanted.fused == "yes" or (wanted.fused == "auto" and here):
         fuse(model)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
-from training.config import Config, Data, Model, Optim, Parallel
+from training.config import Config, Data, Lora, Model, Optim, Parallel
 from training.cost import Work, flops, price, price_on_host, recomputed, work
+from training.lora import add_adapters
 from training.model import skeleton
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
@@ -140,3 +141,28 @@ def test_offloading_moves_weights_gradients_and_states_to_the_host() -> None:
     assert sum(bills[0].values()) - sum(bills[1].values()) == pytest.approx(hosts[1], abs=4)
     kept = "gathered layers, their gradients and sums"
     assert bills[0][kept] == bills[1][kept] > 0
+
+
+def test_frozen_weights_cost_no_gradient() -> None:
+    """With adapters of rank 4 the model's own products cost 4 a weight and token, the adapters' 6."""
+    pytest.importorskip("peft")
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
+    own = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12) + 50 * 8
+    added = 4 * 2 * (2 * (8 + 8) + 2 * (8 + 4) + 3 * (8 + 12))
+    model = skeleton(config, precision="bf16")
+    before = price(Config(data=Data(shards="")), model, ranks=1, capacity=64, precision="bf16")
+    add_adapters(model, lora=Lora(rank=4))
+    pairs = 10 * 11 // 2
+    assert work(model).step([10]) == (4 * own + 6 * added) * 10 + 2 * 12 * (2 * 4) * pairs
+    lora = Config(data=Data(shards=""), lora=Lora(rank=4))
+    after = price(lora, model, ranks=1, capacity=64, precision="bf16")
+    assert after["weights"] - before["weights"] == 4 * added
+    assert (after["gradients"], after["optimizer states"]) == (4 * added, 8 * added)

@@ -1,0 +1,142 @@
+"""LoRA: adapters alone are trained, saved, resumed and exported, on any number of ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_shards import VOCABULARY, some_shards
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+
+from packing.shards import open_shards
+from training.__main__ import main
+from training.checkpoint import model_sizes, newest, read_model
+from training.metrics import read
+from training.model import TINY
+
+peft = pytest.importorskip("peft")  # the environment with the oldest transformers has none
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards, a hybrid model's weights and a configuration that trains adapters on them."""
+    folder = tmp_path_factory.mktemp("lora")
+    some_shards(folder / "shards")
+    torch.manual_seed(3)
+    text = {key: value for key, value in TINY["tiny-qwen3_5"].items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**text, vocab_size=VOCABULARY))
+    model.save_pretrained(folder / "weights")
+    (folder / "run.toml").write_text(
+        f'[data]\nshards = "{folder / "shards"}"\naccumulation = 2\n'
+        f'[model]\nweights = "{folder / "weights"}"\ncheckpointing = 1\n'
+        "[lora]\nrank = 4\nalpha = 8\n[optim]\nlr = 2e-2\n[schedule]\nsteps = 4\n[eval]\nevery = 2\n"
+        f'[checkpoint]\nevery = 2\n[run]\ndir = "{folder / "run"}"\n'
+    )
+    return folder
+
+
+def command(place: Path, *settings: str, flags: tuple[str, ...] = ()) -> list[str]:
+    return [str(place / "run.toml"), *flags, *(word for item in settings for word in ("--set", item))]
+
+
+def losses(run: Path, kind: str = "train") -> list[float]:
+    return [line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == kind]
+
+
+def held_out_loss(model: torch.nn.Module, shards: Path) -> float:
+    """Each held-out example by itself through a model as transformers and PEFT open it."""
+    held_out = open_shards(shards / "eval")
+    total, count = 0.0, 0
+    for number in held_out.example_ids:
+        example = held_out.example(int(number))
+        ids, labels = (torch.tensor(x).long()[None] for x in (example.input_ids, example.labels))
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=labels).loss) * example.supervised
+        count += example.supervised
+    return total / count
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    """A whole run on one rank."""
+    assert main(command(place)) == 0
+    return place / "run"
+
+
+def test_exported_adapters_open_in_peft_with_equal_loss(place: Path, run: Path) -> None:
+    """Before the first step the stock model's loss, after the last the trained one's, opened by PEFT."""
+    stock = AutoModelForCausalLM.from_pretrained(place / "weights").eval()
+    first, *_, last = losses(run, "eval")
+    assert first == pytest.approx(held_out_loss(stock, place / "shards"), rel=1e-5)
+    assert last < first - 0.05
+    assert main(["export", str(run), str(place / "adapter")]) == 0
+    opened = peft.PeftModel.from_pretrained(stock, place / "adapter").eval()
+    assert held_out_loss(opened, place / "shards") == pytest.approx(last, rel=1e-5)
+    config = peft.PeftConfig.from_pretrained(place / "adapter")
+    assert (config.r, config.lora_alpha) == (4, 8)
+    assert config.base_model_name_or_path == str(place / "weights")
+
+
+def test_a_checkpoint_holds_adapters_alone(run: Path) -> None:
+    """In the model's part nothing but A and B, fp32; each B has moved from nothing."""
+    saved = newest(run / "checkpoints")
+    assert saved
+    found = load_adapters(saved)
+    assert len(found) == 2 * (3 * 8 + 7), "eight linear layers in a delta-net layer, seven beside attention"
+    for name, value in found.items():
+        assert ".lora_" in name
+        assert value.dtype == torch.float32
+        assert value.abs().max() > 0, name
+
+
+def load_adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return read_model(checkpoint, list(model_sizes(checkpoint)))
+
+
+def test_resumed_adapters_go_on_as_never_stopped(place: Path, run: Path) -> None:
+    """The base comes from its own directory again, adapters and states from the checkpoint, bit for bit."""
+    cut = f"run.dir={place / 'cut'}"
+    assert main(command(place, cut, "run.steps=2")) == 0
+    assert main(command(place, cut, flags=("--resume",))) == 0
+    assert losses(place / "cut") == losses(run)
+
+
+def test_two_ranks_train_the_same_adapters(place: Path, run: Path) -> None:
+    """Sharded over two ranks, the same examples a step: the same losses, the same exported adapters."""
+    two = command(place, f"run.dir={place / 'two'}", "data.accumulation=1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*torchrun, "-m", "training", *two], check=True, timeout=240)
+    assert losses(place / "two") == pytest.approx(losses(run), rel=1e-4)
+    for name, source in (("one", run), ("both", place / "two")):
+        assert main(["export", str(source), str(place / name)]) == 0
+    one, both = (load_file(place / name / "adapter_model.safetensors") for name in ("one", "both"))
+    assert one.keys() == both.keys()
+    for name, value in one.items():
+        assert torch.allclose(both[name], value, atol=1e-3 * float(value.abs().max())), name
+
+
+@pytest.mark.parametrize("precision", ["mixed", "bf16"])
+def test_adapters_are_fp32_beside_any_weights(place: Path, precision: str) -> None:
+    """Beside bf16 weights a small step would be lost in bf16."""
+    settings = (f"run.dir={place / precision}", f"model.precision={precision}", "run.steps=1")
+    assert main(command(place, *settings)) == 0
+    saved = newest(place / precision / "checkpoints")
+    assert saved
+    assert {value.dtype for value in load_adapters(saved).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ('lora.targets=["q_proj", "nowhere"]', "no linear layer is named nowhere; there are down_proj"),
+        ('lora.targets=["lm_head"]', "lm_head is the head"),
+    ],
+)
+def test_bad_targets_are_refused(
+    place: Path, setting: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line that says which there are."""
+    assert main(command(place, f"run.dir={place / 'bad'}", setting)) == 2
+    assert words in capsys.readouterr().err
