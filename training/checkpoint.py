@@ -44,6 +44,7 @@ FORMAT = 2
 _INCIDENTAL = ("transformers_version", "_name_or_path", "dtype", "use_cache")  # no part of the mathematics
 _FREE = (
     *("run.dir", "run.steps", "run.profile", "run.trace", "run.nonfinite", "run.spike", "run.hang_s"),
+    *("run.loggers", "run.project"),
     *(
         "data.shards",
         "data.prefetch",
@@ -294,7 +295,9 @@ def check_resume(
     if unknown := [key for key in accept if key not in here]:
         raise OptionError(f"--accept {unknown[0]}: no setting has that name")
     changed = {key: (before[key], here[key]) for key in here if key in before and before[key] != here[key]}
-    refused = [key for key in changed if not any(fnmatch(key, name) for name in (*_FREE, *accept))]
+    # Beside adapters the model's own weights are in no checkpoint: other ones would be another model.
+    free = [name for name in _FREE if not (name == "model.weights" and config.lora.rank)]
+    refused = [key for key in changed if not any(fnmatch(key, name) for name in (*free, *accept))]
     if refused:
         was = ", ".join(f"{key} = {changed[key][0]!r} (here {changed[key][1]!r})" for key in refused)
         flags = " ".join(f"--accept {key}" for key in refused)

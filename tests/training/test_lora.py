@@ -95,12 +95,18 @@ def load_adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
     return read_model(checkpoint, list(model_sizes(checkpoint)))
 
 
-def test_resumed_adapters_go_on_as_never_stopped(place: Path, run: Path) -> None:
-    """The base comes from its own directory again, adapters and states from the checkpoint, bit for bit."""
+def test_resumed_adapters_go_on_as_never_stopped(
+    place: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Base from its directory, adapters and states from the checkpoint, bit for bit; no other base."""
     cut = f"run.dir={place / 'cut'}"
     assert main(command(place, cut, "run.steps=2")) == 0
     assert main(command(place, cut, flags=("--resume",))) == 0
     assert losses(place / "cut") == losses(run)
+    other = f"model.weights={place / 'weights'}/."
+    capsys.readouterr()
+    assert main(command(place, cut, other, "schedule.steps=5", flags=("--resume",))) == 2
+    assert "--accept model.weights" in capsys.readouterr().err
 
 
 def test_two_ranks_train_the_same_adapters(place: Path, run: Path) -> None:
