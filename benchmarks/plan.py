@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,8 @@ def fill(lengths: Lengths) -> dict[str, Any]:
             "percent_above_bound": 100 * (len(plan) / bound - 1),
             "seconds": seconds,
         }
+    if found := peers(lengths):
+        result["lightbinpack_obfd"] = {"bins": len(found["lightbinpack_obfd_list"]())}
     return result
 
 
@@ -169,6 +171,30 @@ def memory(count: int) -> dict[str, Any]:
     return {"peak_mib": kib / 1024, "input_mib": input_bytes / 2**20, "over_input": kib * 1024 / input_bytes}
 
 
+def plot(speed: Mapping[int, Mapping[str, Any]], *, to: Path) -> None:
+    """Time against examples, both axes by factors of ten."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = {
+        "counting_sort_s": "counting sort",
+        "best_fit_decreasing_s": "padfree, best-fit decreasing",
+        "lightbinpack_obfd_list_s": "LightBinPack obfd",
+    }
+    figure, axes = pyplot.subplots(figsize=(6, 4), dpi=90)
+    for name, label in names.items():
+        if all(name in found for found in speed.values()):
+            axes.plot(list(speed), [found[name]["median"] for found in speed.values()], "o-", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="lengths", ylabel="seconds, median")
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(to)
+    print(f"saved {to}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=15)
@@ -186,7 +212,8 @@ def main() -> None:
     for name, lengths in distributions().items():
         results["fill"][name] = fill(lengths)
         print(name, results["fill"][name])
-    save("plan", results, packages=["lightbinpack"])
+    saved = save("plan", results, packages=["lightbinpack"])
+    plot(results["speed"], to=saved.with_suffix(".png"))
 
 
 if __name__ == "__main__":

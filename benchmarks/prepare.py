@@ -1,6 +1,6 @@
-"""From files to shards: seconds and where they go, beside the floors and TRL's own preparation.
+"""From files to shards: seconds and where they go, beside the floors, TRL's and axolotl's own preparation.
 
-    python benchmarks/prepare.py [--rows 50000] [--runs 3]
+    python benchmarks/prepare.py [--rows 50000] [--runs 3] [--sizes 2000 10000 50000]
 
 All calls take the same file and one core, in turn, in one process with the tokenizer loaded:
 
@@ -9,8 +9,10 @@ All calls take the same file and one core, in turn, in one process with the toke
     render  transformers' compiled template alone, of messages in memory
     encode  one encode_batch_fast of the rendered texts alone
 
-then ours with one worker and with two on two cores. The rows are the real conversations of ../shared/data
-without tools (TRL reads a JSON file with one schema for all rows), repeated.
+then ours and TRL's with one process and with two on two cores, and last each peer once at several sizes, for
+the plot. The rows are the real conversations of ../shared/data without tools (TRL reads a JSON file with one
+schema for all rows), repeated: all of them ("all"), and those of a thousand characters or more ("long").
+axolotl is measured where it can be imported; its strategy is given the tokenizer's own template.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from record import save, spread
 
 from packing.chat import ChatOptions, load_tokenizer
@@ -41,17 +44,20 @@ SHARED = Path(os.environ.get("PADFREE_SHARED", Path(__file__).resolve().parents[
 TEMPLATE = "qwen3_training.jinja"  # TRL's own marks for Qwen3; ours reads the same marks, so ids are equal
 CAPACITY = 8192
 CHUNK = 256
+LONG = 1000  # characters
 
 Row = dict[str, Any]
 
 
-def read_rows(count: int) -> list[Row]:
-    """The real conversations without tools, again and again up to `count`."""
+def read_rows(count: int, *, least: int = 0) -> list[Row]:
+    """The real conversations without tools of at least so many characters, again and again up to `count`."""
     rows = [
         {"messages": row["messages"]}
         for path in sorted((SHARED / "data").glob("*.jsonl.gz"))
         for row in map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
-        if "tools" not in row and all(set(message) == {"role", "content"} for message in row["messages"])
+        if "tools" not in row
+        and all(set(message) == {"role", "content"} for message in row["messages"])
+        and sum(len(message["content"]) for message in row["messages"]) >= least
     ]
     return list(itertools.islice(itertools.cycle(rows), count))
 
@@ -73,7 +79,9 @@ class Ours:
         self.report = pack_dataset([str(self.file)], out=self.out, force=True, **self.options)
 
 
-def trl(file: Path, *, tokenizer: Any, template: str, folder: Path) -> Callable[[], Any]:
+def trl(
+    file: Path, *, tokenizer: Any, template: str, folder: Path, processes: int | None = None
+) -> Callable[[], Any]:
     """TRL's way from the same file, without its caches."""
     from datasets import disable_caching, disable_progress_bars, load_dataset
     from trl import SFTConfig, SFTTrainer
@@ -87,6 +95,7 @@ def trl(file: Path, *, tokenizer: Any, template: str, folder: Path) -> Callable[
         packing=True,
         report_to="none",
         bf16=False,
+        dataset_num_proc=processes,
     )
     trainer = SimpleNamespace(chat_template=template, completion_only_loss=False, _tokenizer=tokenizer)
 
@@ -96,6 +105,39 @@ def trl(file: Path, *, tokenizer: Any, template: str, folder: Path) -> Callable[
         prepared = SFTTrainer._prepare_dataset(trainer, data, tokenizer, arguments, True, None, "train")
         shutil.rmtree(cache, ignore_errors=True)
         return prepared
+
+    return run
+
+
+def axolotl(file: Path, *, tokenizer: Any, folder: Path) -> Callable[[], Any] | None:
+    """The way of axolotl: its chat template strategy over the rows, then its packing of the lengths."""
+    try:
+        from axolotl.datasets import TokenizedPromptDataset
+        from axolotl.prompt_strategies.chat_template import ChatTemplatePrompter, ChatTemplateStrategy
+        from axolotl.utils.samplers.multipack import pack_parallel
+    except ImportError:
+        return None
+    from datasets import load_dataset
+
+    strategy = ChatTemplateStrategy(
+        ChatTemplatePrompter(tokenizer, chat_template=tokenizer.chat_template, max_length=CAPACITY),
+        tokenizer=tokenizer,
+        train_on_inputs=False,
+        sequence_len=CAPACITY,
+        roles_to_train=["assistant"],
+        train_on_eos="turn",
+    )
+
+    def run() -> Any:
+        cache = tempfile.mkdtemp(dir=folder)
+        data = load_dataset("json", data_files=str(file), split="train", cache_dir=cache)
+        rows = TokenizedPromptDataset(strategy, data, process_count=1)
+        lengths = np.array([len(ids) for ids in rows["input_ids"]])
+        packed = pack_parallel(
+            lengths[lengths <= CAPACITY], CAPACITY, group_size=100_000, bin_size=200, num_processes=1
+        )
+        shutil.rmtree(cache, ignore_errors=True)
+        return packed
 
     return run
 
@@ -159,54 +201,118 @@ def same_ids(ours: Ours, packed_by_trl: Any) -> float:
     return len(own & theirs) / len(own)
 
 
+def on_one_core(
+    file: Path, rows: Sequence[Row], *, tokenizer: Any, template: str, runs: int
+) -> dict[str, Any]:
+    """Ours, TRL's and the floors, in turn."""
+    one = Ours(file, tokenizer=tokenizer, template=template, workers=1)
+    theirs = trl(file, tokenizer=copy.copy(tokenizer), template=template, folder=file.parent)
+    calls: dict[str, Callable[[], object]] = {"ours": one, "trl": theirs}
+    samples, used = paired({**calls, **floors(rows, tokenizer=tokenizer, template=template)}, runs=runs)
+    floor = [a + b for a, b in zip(used["render"], used["encode"], strict=True)]
+    report, tokens = one.report, one.report.accounting["tokens"]["in"]
+    return {
+        "rows": report.accounting["rows"],
+        "tokens": tokens,
+        "tokens_per_row": tokens / len(rows),
+        "encoder": report.encoder,
+        "examples_with_trls_ids": same_ids(one, theirs()),
+        "seconds": {name: spread(taken) for name, taken in samples.items()},
+        "processor_s": {name: spread(taken) for name, taken in used.items()},
+        "stages_s": {**report.seconds, **report.worker_seconds},
+        "tokens_per_s": tokens / spread(samples["ours"])["median"],
+        "trl_over_ours": ratios(samples["trl"], samples["ours"]),
+        "trl_over_ours_processor": ratios(used["trl"], used["ours"]),
+        "ours_over_floor_processor": ratios(used["ours"], floor),
+    }
+
+
+def on_two_cores(file: Path, *, tokenizer: Any, template: str, runs: int) -> dict[str, Any]:
+    """One process and two, ours and TRL's."""
+    one, two = (Ours(file, tokenizer=tokenizer, template=template, workers=n) for n in (1, 2))
+    theirs = {
+        f"trl_{n}": trl(
+            file, tokenizer=copy.copy(tokenizer), template=template, folder=file.parent, processes=n
+        )
+        for n in (1, 2)
+    }
+    samples, used = paired({"ours_1": one, "ours_2": two, **theirs}, runs=runs)
+    return {
+        "seconds": {name: spread(taken) for name, taken in samples.items()},
+        "processor_s": {name: spread(taken) for name, taken in used.items()},
+        "ours_1_over_2": ratios(samples["ours_1"], samples["ours_2"]),
+        "trl_1_over_2": ratios(samples["trl_1"], samples["trl_2"]),
+        "stages_of_two_s": {**two.report.seconds, **two.report.worker_seconds},
+    }
+
+
+def over_rows(sizes: Sequence[int], *, tokenizer: Any, template: str, folder: Path) -> dict[str, Any]:
+    """Seconds of each at each size, once: for the plot."""
+    found: dict[str, Any] = {}
+    for size in sizes:
+        file = write(folder / "rows.jsonl", read_rows(size))
+        calls: dict[str, Callable[[], object] | None] = {
+            "padfree, 1 worker": Ours(file, tokenizer=tokenizer, template=template, workers=1),
+            "padfree, 2 workers": Ours(file, tokenizer=tokenizer, template=template, workers=2),
+            "TRL": trl(file, tokenizer=copy.copy(tokenizer), template=template, folder=folder),
+            "axolotl": axolotl(file, tokenizer=copy.copy(tokenizer), folder=folder),
+        }
+        samples, _ = paired({name: call for name, call in calls.items() if call is not None}, runs=1)
+        found[str(size)] = {name: taken[0] for name, taken in samples.items()}
+    return found
+
+
+def plot(over: Mapping[str, Mapping[str, float]], *, to: Path) -> None:
+    """Time against rows, both axes by factors of ten."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), dpi=90)
+    for name in next(iter(over.values())):
+        axes.plot([int(size) for size in over], [taken[name] for taken in over.values()], "o-", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="conversations", ylabel="seconds, files to packed buffers")
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(to)
+    print(f"saved {to}")
+
+
+def write(file: Path, rows: Sequence[Row]) -> Path:
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return file
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2_000, 10_000, 50_000])
     options = parser.parse_args()
     if not SHARED.exists():
         sys.exit(f"needs the folder of real data at {SHARED} (or $PADFREE_SHARED)")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     cores = sorted(os.sched_getaffinity(0))
-    rows = read_rows(options.rows)
     template = resources.files("trl").joinpath("chat_templates", TEMPLATE).read_text("utf-8")
     tokenizer = load_tokenizer(str(SHARED / "tokenizers" / "qwen3"))
+    known = {"tokenizer": tokenizer, "template": template}
+    result: dict[str, Any] = {"capacity": CAPACITY, "template": TEMPLATE, "load_before": os.getloadavg()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        file = folder / "rows.jsonl"
-        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
-        one = Ours(file, tokenizer=tokenizer, template=template, workers=1)
-        their_call = trl(file, tokenizer=copy.copy(tokenizer), template=template, folder=folder)
-
-        os.sched_setaffinity(0, cores[:1])
-        calls: dict[str, Callable[[], object]] = {"ours": one, "trl": their_call}
-        samples, used = paired(
-            {**calls, **floors(rows, tokenizer=tokenizer, template=template)}, runs=options.runs
-        )
-        report = one.report
-        equal = same_ids(one, their_call())
-        floor = [a + b for a, b in zip(samples["render"], samples["encode"], strict=True)]
-        result: dict[str, Any] = {
-            "rows": report.accounting["rows"],
-            "tokens": report.accounting["tokens"]["in"],
-            "examples_with_trls_ids": equal,
-            "one_core_s": {name: spread(taken) for name, taken in samples.items()},
-            "one_core_processor_s": {name: spread(taken) for name, taken in used.items()},
-            "one_core_stages_s": {**report.seconds, **report.worker_seconds},
-            "one_core_tokens_per_s": report.accounting["tokens"]["in"] / spread(samples["ours"])["median"],
-            "trl_over_ours": ratios(samples["trl"], samples["ours"]),
-            "ours_over_floor": ratios(samples["ours"], floor),
-        }
-        if len(cores) > 1:
-            os.sched_setaffinity(0, cores[:2])
-            two = Ours(file, tokenizer=tokenizer, template=template, workers=2)
-            samples, used = paired({"one worker": one, "two workers": two}, runs=options.runs)
-            result["two_cores_s"] = {name: spread(taken) for name, taken in samples.items()}
-            result["two_cores_processor_s"] = {name: spread(taken) for name, taken in used.items()}
-            result["one_worker_over_two"] = ratios(samples["one worker"], samples["two workers"])
-            result["two_workers_stages_s"] = {**two.report.seconds, **two.report.worker_seconds}
-    print(json.dumps(result, indent=1))
-    save("prepare", {"capacity": CAPACITY, "template": TEMPLATE, **result})
+        for kind, least in (("all", 0), ("long", LONG)):
+            rows = read_rows(options.rows, least=least)
+            file = write(folder / "rows.jsonl", rows)
+            os.sched_setaffinity(0, cores[:1])
+            result[kind] = {"one_core": on_one_core(file, rows, **known, runs=options.runs)}
+            os.sched_setaffinity(0, cores)
+            if len(cores) > 1:
+                result[kind]["two_cores"] = on_two_cores(file, **known, runs=options.runs)
+        result["seconds_over_rows"] = over_rows(options.sizes, **known, folder=folder)
+    result["load_after"] = os.getloadavg()
+    saved = save("prepare", result, packages=["tiktoken", "orjson", "axolotl"])
+    plot(result["seconds_over_rows"], to=saved.with_suffix(".png"))
 
 
 if __name__ == "__main__":
