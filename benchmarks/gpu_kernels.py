@@ -580,7 +580,8 @@ def main() -> None:
                 results.save("kernels", found, packages=PACKAGES)
 
         start = time.monotonic()
-        failed = attempt(partial(SECTIONS[name], bench, note))
+        with compilation.in_parallel():
+            failed = attempt(partial(SECTIONS[name], bench, note))
         if failed is not None:
             note("failed", failed["failed"])
         note("seconds", time.monotonic() - start)

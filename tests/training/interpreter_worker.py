@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
-os.environ["FLA_FLASH_QLA"] = "0"
 
 import numpy as np
 import torch

@@ -6,7 +6,7 @@ import os
 # cuBLAS reads it at its first call; the proof asks for sums in a fixed order.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,12 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training import doctor
-from training.kernels import KernelError, bind, handshake, make_batch, proof, record
+from training.kernels import KernelError, bind, compilation, handshake, make_batch, proof, record
 from training.kernels.families import FAMILIES, Family, build, tiny_config
 
 pytestmark = pytest.mark.gpu
 FAMILY = {family.name: family for family in FAMILIES}
 LENGTHS = (1, 63, 64, 65, 1000, 2903)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_in_parallel() -> Iterator[None]:
+    with compilation.in_parallel():
+        yield
 
 
 def fused(name: str, **choose: str) -> Any:

@@ -1,5 +1,6 @@
 """Known traps, each with a message of its own that says what to do."""
 
+import functools
 import sys
 import types
 from pathlib import Path
@@ -206,6 +207,28 @@ def published(name: str) -> Any:
 
     with torch.device("meta"):
         return build(tiny_config(FAMILY[name], real_heads=True), FAMILY[name].architecture, device="meta")
+
+
+def test_fla_is_not_flash_qla_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where flash-qla is installed, fla hands calls on to it; who chose fla gets fla's own kernels."""
+    x = torch.zeros(1, 4, 2, 8)
+
+    def own(*_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        return x + 1, None
+
+    @functools.wraps(own)
+    def dispatching(*_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        return x + 2, None
+
+    pretend(
+        monkeypatch,
+        fla=package(),
+        fla__ops=package(),
+        fla__ops__gated_delta_rule=package(chunk_gated_delta_rule=torch.compiler.disable(dispatching)),
+    )
+    ends = torch.tensor([0, 4], dtype=torch.int32)
+    out, _ = recurrence.fla_delta_rule(x, x, x, g=x[..., 0], beta=x[..., 0], cu_seqlens=ends)
+    assert torch.equal(out, x + 1)
 
 
 def test_without_packages_cuda_is_refused(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,18 +104,16 @@ def fla_delta_rule(
     output_final_state: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """flash-linear-attention's gated delta rule: shapes as above, cu_seqlens int32[N + 1].
+    """flash-linear-attention's gated delta rule in triton: shapes as above, cu_seqlens int32[N + 1].
 
     With `chunk_indices` (int32[NT, 2], see `with_chunk_indices`) there is no sync; without, one a batch.
     """
     _refuse(DELTA_RULE, output_final_state, options)
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
     return record.launch(
         DELTA_RULE,
         "cu_seqlens",
         "cu_seqlens",
-        chunk_gated_delta_rule,
+        _triton_delta_rule,
         query,
         key,
         value,
@@ -124,6 +123,14 @@ def fla_delta_rule(
         cu_seqlens=cu_seqlens,
         chunk_indices=chunk_indices,
     )[0], None
+
+
+@outside_compile
+def _triton_delta_rule(*inputs: torch.Tensor, **options: Any) -> Any:
+    """The function of fla itself, beneath the wrapper that hands the call to flash-qla where that is installed."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return inspect.unwrap(chunk_gated_delta_rule)(*inputs, **options)
 
 
 def flash_qla_delta_rule(
