@@ -127,7 +127,7 @@ def fla_delta_rule(
 
 @outside_compile
 def _triton_delta_rule(*inputs: torch.Tensor, **options: Any) -> Any:
-    """The function of fla itself, beneath the wrapper that hands the call to flash-qla where that is installed."""
+    """The function beneath fla's wrapper, which hands calls to flash-qla where that is installed."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return inspect.unwrap(chunk_gated_delta_rule)(*inputs, **options)
