@@ -29,16 +29,22 @@ class Products(TorchDispatchMode):
         return out
 
 
-def gradients(**options: int) -> tuple[dict[str, torch.Tensor], Counter[tuple[int, ...]]]:
+def gradients(
+    device: str = "cpu", **options: int
+) -> tuple[dict[str, torch.Tensor], Counter[tuple[int, ...]]]:
     """Gradients of a tiny model's loss, and the products of its backward pass."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**TINY["tiny-qwen3_5"], vocab_size=97)
-    model = AutoModelForCausalLM.from_config(config).train()
-    bind(model)
+    model = AutoModelForCausalLM.from_config(config).train().to(device)
+    bind(model, kernels="reference")
     if options:
         recompute(blocks(model), **options)
     ids = torch.arange(48) % 97
-    loss = model(**make_batch(ids, [20, 28])).logits.float().logsumexp(-1).sum()
+    batch = {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value
+        for key, value in make_batch(ids, [20, 28]).items()
+    }
+    loss = model(**batch).logits.float().logsumexp(-1).sum()
     with Products() as products:
         loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}, products.counts
@@ -125,3 +131,12 @@ def test_products_on_the_host_live_there_from_step_to_step() -> None:
         loss.backward()
         assert (kept._products, kept._waiting) == ([], 0)
     assert places[0] == places[1]
+
+
+@pytest.mark.gpu
+def test_products_come_back_from_the_host_to_a_gpu() -> None:
+    """Copied out and back beside the computation, they give the very gradients that kept ones do."""
+    kept, _ = gradients("cuda", keep_layers=4)
+    found, _ = gradients("cuda", host_layers=3, keep_layers=1)
+    for name, gradient in kept.items():
+        assert torch.equal(found[name], gradient), name
