@@ -1,10 +1,16 @@
-"""What rendering, encoding and masking cost, beside the floor and beside TRL's own preparation.
+"""What rendering, encoding and masking cost, beside the floors and beside TRL's own preparation.
 
     python benchmarks/encode.py [--rows N] [--runs N]
 
-The floor is one jinja render with transformers' compiled template and one `encode_batch` of the same
-text, in the same process, with the ids read. TRL prepares with its own training template, whose marks
-our masks are measured against. Needs the folder of real data, ../shared or $PADFREE_SHARED.
+All in turn in one process on one core, each run pair by pair with the others:
+
+    tiktoken    ours, as `pack` encodes where tiktoken is shown to be equal, its sample encoded by both
+    tokenizers  ours by the tokenizer's own library
+    floor       one render by transformers' compiled template and one `encode_batch` of the texts, ids read
+    bare        one such render and one call of tiktoken a text
+    trl         TRL's own preparation with its training template, from rows in memory
+
+Needs the folder of real data, ../shared or $PADFREE_SHARED.
 """
 
 from __future__ import annotations
@@ -17,15 +23,17 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import tiktoken
 from record import save, spread
 
 from packing.chat import ChatEncoder, ChatOptions, load_tokenizer
+from packing.chat.bpe import read_recipe
 from packing.example import Conversation, Example
 
 SHARED = Path(os.environ.get("PADFREE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
@@ -48,25 +56,38 @@ def read_rows(limit: int) -> dict[str, list[Row]]:
     }
 
 
-def floor(tokenizer: Any, source: str, examples: Sequence[Example]) -> Callable[[], list[list[int]]]:
-    """One render and one encoding a conversation, nothing else."""
+def floors(
+    tokenizer: Any, source: str, examples: Sequence[Example]
+) -> dict[str, Callable[[], list[list[int]]]]:
+    """One render and one encoding a conversation, nothing else: by `tokenizers`, and by tiktoken."""
     from transformers.utils import chat_template_utils
 
     render = chat_template_utils._compile_jinja_template(source).render
     backend, special = tokenizer.backend_tokenizer, tokenizer.special_tokens_map
+    recipe = read_recipe(json.loads(backend.to_str()))
+    encoding = tiktoken.Encoding(
+        "bare", pat_str=recipe.pattern, mergeable_ranks=dict(recipe.ranks), special_tokens=dict(recipe.added)
+    )
     rows = [(list(example.messages or ()), example.tools) for example in examples]
 
-    def run() -> list[list[int]]:
-        ids = []
+    def texts() -> Iterator[list[str]]:
         for start in range(0, len(rows), CHUNK):
-            texts = [
+            yield [
                 render(messages=messages, tools=tools, documents=None, add_generation_prompt=False, **special)
                 for messages, tools in rows[start : start + CHUNK]
             ]
-            ids += [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
-        return ids
 
-    return run
+    def floor() -> list[list[int]]:
+        return [
+            encoding.ids
+            for some in texts()
+            for encoding in backend.encode_batch(some, add_special_tokens=False)
+        ]
+
+    def bare() -> list[Any]:
+        return [encoding.encode_to_numpy(text, allowed_special="all") for some in texts() for text in some]
+
+    return {"floor": floor, "bare": bare}
 
 
 def ours(encoder: ChatEncoder, conversations: Sequence[Conversation]) -> Callable[[], list[Any]]:
@@ -103,23 +124,37 @@ def trl(tokenizer: Any, template: str, rows: Sequence[Row]) -> Callable[[], Any]
     return run
 
 
-def paired(calls: Sequence[Callable[[], object]], *, runs: int) -> list[list[tuple[float, float]]]:
+Samples = dict[str, list[tuple[float, float]]]
+
+
+def paired(calls: Mapping[str, Callable[[], object]], *, runs: int) -> Samples:
     """(wall, processor) seconds of each call, in turn, so that what else the machine does falls on all."""
-    samples: list[list[tuple[float, float]]] = [[] for _ in calls]
+    samples: Samples = {name: [] for name in calls}
     for number in range(runs + 1):
-        for call, taken in zip(calls, samples, strict=True):
+        for name, call in calls.items():
             wall, processor = time.perf_counter(), time.process_time()
             call()
             if number:
-                taken.append((time.perf_counter() - wall, time.process_time() - processor))
+                samples[name].append((time.perf_counter() - wall, time.process_time() - processor))
     return samples
 
 
-def ratios(ours: Sequence[tuple[float, float]], floor: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Ours over the floor, pair by pair."""
+def ratios(samples: Samples) -> dict[str, Any]:
+    """Each ratio that says something, pair by pair, in wall and in processor time."""
+    pairs = [
+        ("tokenizers", "floor"),
+        ("tiktoken", "bare"),
+        ("tokenizers", "tiktoken"),
+        ("trl", "tiktoken"),
+        ("trl", "tokenizers"),
+    ]
     return {
-        unit: spread([b[which] / a[which] for a, b in zip(floor, ours, strict=True)])
-        for which, unit in enumerate(("wall", "processor"))
+        f"{above}_over_{below}": {
+            unit: spread([a[n] / b[n] for a, b in zip(samples[above], samples[below], strict=True)])
+            for n, unit in enumerate(("wall", "processor"))
+        }
+        for above, below in pairs
+        if above in samples
     }
 
 
@@ -129,52 +164,55 @@ def measure(
     name, template, training = case
     tokenizer = load_tokenizer(str(SHARED / "tokenizers" / name))
     source = (SHARED / "templates" / f"{template}.jinja").read_text("utf-8") if template else None
-    encoder = ChatEncoder(tokenizer, options=ChatOptions(chat_template=source))
-    result: dict[str, Any] = {}
-    everything: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]] = []
+    slow, fast = (
+        ChatEncoder(tokenizer, options=ChatOptions(chat_template=source, encoder=which))
+        for which in ("tokenizers", "tiktoken")
+    )
+    start = time.process_time()
+    fast.prepare()
+    result: dict[str, Any] = {"prepare_s": time.process_time() - start, **fast.encoder_report()}
+    total: Samples = {}
     for file, some in rows.items():
         kept = [
             (row, conversation, done[0])
             for row, conversation in (
                 (row, Conversation(messages=row["messages"], tools=row.get("tools"))) for row in some
             )
-            if isinstance(done := encoder.encode_many([conversation])[0], list)
+            if isinstance(done := slow.encode_many([conversation])[0], list)
         ]
         if len(kept) < 20:
             continue
-        examples = [example for *_, example in kept]
-        floor_call = floor(tokenizer, source or tokenizer.chat_template, examples)
-        assert floor_call() == [example.input_ids.tolist() for example in examples], (
-            "the floor encodes other ids"
-        )
-        calls: list[Callable[[], object]] = [floor_call, ours(encoder, [c for _, c, _ in kept])]
+        examples, conversations = [done for *_, done in kept], [talk for _, talk, _ in kept]
+        calls: dict[str, Callable[[], object]] = {
+            "tiktoken": ours(fast, conversations),
+            "tokenizers": ours(slow, conversations),
+            **floors(tokenizer, source or tokenizer.chat_template, examples),
+        }
+        known = [example.input_ids.tolist() for example in examples]
+        assert calls["floor"]() == known, "the floor encodes other ids"
+        assert [ids.tolist() for ids in calls["bare"]()] == known, "tiktoken encodes other ids"  # type: ignore[attr-defined]
+        assert [found for (found,) in calls["tiktoken"]()] == examples, "the encoders differ"  # type: ignore[attr-defined]
         if training and not any(
             "tools" in row or "tool_calls" in m for row, *_ in kept for m in row["messages"]
         ):
-            calls.append(trl(copy.copy(tokenizer), training, [row for row, *_ in kept]))
+            calls["trl"] = trl(copy.copy(tokenizer), training, [row for row, *_ in kept])
         samples = paired(calls, runs=runs)
-        everything.append((samples[0], samples[1]))
-        per_row = 1e6 / len(kept)
         result[file] = {
             "conversations": len(kept),
             "tokens": sum(map(len, examples)),
-            "floor_us": spread([wall * per_row for wall, _ in samples[0]]),
-            "ours_us": spread([wall * per_row for wall, _ in samples[1]]),
-            "ours_over_floor": ratios(samples[1], samples[0]),
+            "us_a_conversation": {
+                which: spread([1e6 * wall / len(kept) for wall, _ in taken])
+                for which, taken in samples.items()
+            },
+            **ratios(samples),
         }
-        if len(samples) == 3:
-            result[file]["trl_us"] = spread([wall * per_row for wall, _ in samples[2]])
-            result[file]["trl_over_ours"] = ratios(samples[2], samples[1])
-        shown = {unit: round(found["median"], 3) for unit, found in result[file]["ours_over_floor"].items()}
-        print(name, file, "ours / floor", shown, flush=True)
-    sums = [
-        [
-            tuple(sum(taken[n][unit] for taken in (pair[which] for pair in everything)) for unit in (0, 1))
-            for n in range(runs)
-        ]
-        for which in (0, 1)
-    ]
-    return {**result, "all_files_ours_over_floor": ratios(sums[1], sums[0])}
+        for which, taken in samples.items():
+            if which != "trl":
+                before = total.setdefault(which, [(0.0, 0.0)] * runs)
+                total[which] = [(a + c, b + d) for (a, b), (c, d) in zip(before, taken, strict=True)]
+        shown = {which: round(found["processor"]["median"], 2) for which, found in ratios(samples).items()}
+        print(name, file, shown, flush=True)
+    return {**result, "all_files": ratios(total)}
 
 
 def main() -> None:
@@ -185,16 +223,22 @@ def main() -> None:
     options = parser.parse_args()
     if not SHARED.exists():
         sys.exit(f"needs the folder of real data at {SHARED} (or $PADFREE_SHARED)")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     rows = read_rows(options.rows)
     results = {
         case[0]: measure(case, rows, options.runs) for case in CASES if options.only in (None, case[0])
     }
     for name, result in results.items():
-        print(name, "ours / floor", result["all_files_ours_over_floor"])
+        medians = {
+            which: round(found["processor"]["median"], 2) for which, found in result["all_files"].items()
+        }
+        print(name, "all files", medians)
     if options.only is None:
         save(
             "encode",
-            {"chunk": CHUNK, "tokenizers_parallelism": os.environ.get("TOKENIZERS_PARALLELISM"), **results},
+            {"chunk": CHUNK, "rows_a_file_at_most": options.rows, **results},
+            packages=["tiktoken"],
         )
 
 

@@ -29,7 +29,7 @@ from packing.chat.dialect import Note, adapt, check_tools, to_json
 from packing.chat.spans import check_untrained, find_turns, leaves
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
 from packing.chat.tokenizer import PROBES, any_of, plain_backend, tokenizer_digest
-from packing.errors import OptionError, PadfreeError, Reason, RowRejected, TemplateError
+from packing.errors import OptionError, PadfreeError, Reason, RowRejected, TemplateError, check_choices
 from packing.example import IGNORE_INDEX, Conversation, Example, make_example
 from packing.messages import clean, read_message, read_tools
 
@@ -75,14 +75,7 @@ class ChatOptions:
     encoder: Literal["auto", "tokenizers", "tiktoken"] = "auto"
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("train_on", ("assistant", "last", "all", "completion")),
-            ("turns", ("whole", "expand")),
-            ("control_tokens", ("reject", "allow")),
-            ("encoder", ("auto", "tokenizers", "tiktoken")),
-        ):
-            if getattr(self, name) not in known:
-                raise OptionError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+        check_choices(self)
         if self.turns == "expand" and self.train_on == "all":
             raise OptionError("turns expand trains one turn an example: choose another --train-on than all")
 
