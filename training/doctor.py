@@ -89,7 +89,7 @@ class Diagnosis:
         """Everything, as lines to print."""
         lines = [", ".join(f"{name} {value}" for name, value in self.machine.items()), ""]
         for package in self.packages:
-            found = package.version or "" if package.cause is None else package.cause
+            found = package.cause or package.version or "imports, its version is not recorded"
             lines.append(f"{package.distribution:28} {found}")
         for subject in dict.fromkeys(check.subject for check in self.checks):
             lines += ["", subject]
