@@ -62,10 +62,53 @@ def make_optimizer(model: nn.Module, *, optim: Optim) -> torch.optim.Optimizer:
     try:
         from torchao import optim as torchao
     except ImportError as error:
-        raise OptionError(f"8-bit states and stochastic rounding need torchao: {error}") from error
+        raise OptionError(
+            f"8-bit states and stochastic rounding need torchao ({error}): pip install torchao"
+        ) from error
     kind = torchao.AdamW8bit if optim.states == "8bit" else torchao._AdamW
-    optimizer: torch.optim.Optimizer = kind(parameters, **options, bf16_stochastic_round=stochastic)
+    on_shards: Any = type(f"{kind.__name__}OnShards", (kind,), {"step": _step_on_shards})
+    optimizer: torch.optim.Optimizer = on_shards(parameters, **options, bf16_stochastic_round=stochastic)
     return optimizer
+
+
+@torch.no_grad()
+def _step_on_shards(self: Any, closure: None = None) -> None:
+    """Torchao's step on each rank's own part: its 8-bit tensors don't work inside of sharded ones.
+
+    AdamW is elementwise, so a part needs no other. torchao compiles the update of each shape at its first.
+    """
+    from torchao.optim.adam import single_param_adam
+
+    update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+    with torch._dynamo.utils.disable_cache_limit():
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = self._new_buffer(parameter, True)
+                    state["exp_avg_sq"] = self._new_buffer(parameter, False)
+                state["step"] += 1
+                update(
+                    _local(parameter.detach()),
+                    _local(parameter.grad),
+                    state["step"],
+                    _local(state["exp_avg"]),
+                    _local(state["exp_avg_sq"]),
+                    None,
+                    group["lr"],
+                    *group["betas"],
+                    group["weight_decay"],
+                    group["eps"],
+                    self.is_adamw,
+                    self.bf16_stochastic_round and parameter.dtype is torch.bfloat16,
+                )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -1,0 +1,46 @@
+"""8-bit states and stochastic rounding on sharded weights: they train, and resume on other ranks."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_shards import some_shards
+
+from training.__main__ import main
+from training.metrics import read
+
+pytest.importorskip("torchao")  # the environment with the oldest transformers has none
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == "train"}
+
+
+def test_eight_bit_states_of_two_ranks_go_on_on_one(tmp_path: Path) -> None:
+    """bf16 weights rounded at random, 8-bit states: from two ranks' checkpoint one rank takes their steps."""
+    shards = some_shards(tmp_path / "shards")
+    (tmp_path / "run.toml").write_text(
+        f'[data]\nshards = "{shards}"\n[model]\nconfig = "tiny-qwen3_5"\nprecision = "bf16"\n'
+        '[optim]\nlr = 1e-2\nstates = "8bit"\nrounding = "stochastic"\n'
+        "[schedule]\nsteps = 5\n[checkpoint]\nevery = 2\nkeep = 0\n"
+    )
+    words = [str(tmp_path / "run.toml"), "--set", f"run.dir={tmp_path / 'two'}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    eager = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # compiling takes a minute on a CPU
+    subprocess.run([*torchrun, "-m", "training", *words], check=True, timeout=240, env=eager)
+    two = losses(tmp_path / "two")
+    assert two[5] < two[1]
+    for saved in ("checkpoints/step-00000002", "metrics.jsonl"):
+        source, target = tmp_path / "two" / saved, tmp_path / "one" / saved
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    words[-1] = f"run.dir={tmp_path / 'one'}"
+    with torch.compiler.set_stance("force_eager"):
+        assert main([*words, "--set", "data.accumulation=2", "--resume"]) == 0
+    one = losses(tmp_path / "one")
+    assert one[3] == pytest.approx(two[3], rel=1e-3), "the weights"
+    assert one[5] == pytest.approx(two[5], rel=5e-3), "the states, and the rounding of their steps"
