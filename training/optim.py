@@ -91,7 +91,7 @@ def _step_on_shards(self: Any, closure: None = None) -> None:
                     state["exp_avg"] = self._new_buffer(parameter, True)
                     state["exp_avg_sq"] = self._new_buffer(parameter, False)
                 state["step"] += 1
-                update(
+                update(  # type: ignore[no-untyped-call]
                     _local(parameter.detach()),
                     _local(parameter.grad),
                     state["step"],
