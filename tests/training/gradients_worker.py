@@ -61,6 +61,7 @@ if __name__ == "__main__":
         configuration(out.parent, shards),
         configuration(out.parent, shards, "parallel.reduce=micro_batch"),
         configuration(out.parent, shards, "parallel.replicas=2"),
+        configuration(out.parent, shards, "parallel.prefetch=2", "parallel.keep_gathered=2"),
     )
     if os.environ["RANK"] == "0":
         torch.save(found, out)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,23 +85,44 @@ def test_one_rank_equals_each_example_alone(
     assert_same(found, alone)
 
 
-def test_two_ranks_equal_each_example_alone(
-    shards: Path, alone: dict[str, torch.Tensor], tmp_path: Path
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_equal_each_example_alone(
+    shards: Path, alone: dict[str, torch.Tensor], tmp_path: Path, ranks: int
 ) -> None:
-    """Two ranks with unequal token counts, one of them with an all-tail buffer at the end."""
+    """Ranks with unequal token counts, some with an all-tail buffer; replicas of one rank, or of two."""
     worker = Path(__file__).with_name("gradients_worker.py")
     subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
             *(str(worker), str(shards), str(tmp_path / "out.pt")),
         ],
         check=True,
         timeout=240,
     )
-    reduced_once, reduced_each, replicated = torch.load(tmp_path / "out.pt")
-    assert_same(reduced_once, alone)
-    assert_same(reduced_each, alone)
-    assert_same(replicated, alone)
+    found = torch.load(tmp_path / "out.pt")
+    assert len(found) == 4
+    for gradient in found:
+        assert_same(gradient, alone)
+
+
+def test_accumulation_reduces_once_a_step(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five micro-batches: each group of parameters is summed over ranks once, or each time if asked."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    reduced: list[int] = []
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def counted(*args: Any, **options: Any) -> Any:
+        reduced[-1] += 1
+        return reduce(*args, **options)
+
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", counted)
+    for when in ("step", "micro_batch"):
+        reduced.append(0)
+        gradients(configuration(tmp_path, shards, "model.precision=mixed", f"parallel.reduce={when}"))
+    assert reduced == [5, 5 * 5], "four layers, and the tied embedding with the final norm"
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("mixed", torch.float32), ("bf16", torch.bfloat16)])
