@@ -152,6 +152,9 @@ class Watchdog:
             deadline, allowed, step, phase = self._mark
             if time.monotonic() > deadline:
                 self._report(allowed, step, phase)
+                time.sleep(
+                    min(5.0, self._hang_s)
+                )  # torchrun ends the others with this one: let them report too
                 os._exit(HUNG)  # the main thread hangs: nothing gentler reaches it
 
     def _report(self, allowed: float, step: int, phase: str) -> None:
