@@ -1,13 +1,18 @@
 """Round trip: start from a directory, train, export, open with transformers: equal logits."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_shards import VOCABULARY, some_shards
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from packing.sample import TOKENIZER
 from training.__main__ import main
@@ -77,27 +82,37 @@ def test_export_of_random_weights_in_bf16(tmp_path: Path) -> None:
 
 
 def test_a_conditional_generation_checkpoint_keeps_what_training_left_alone(tmp_path: Path) -> None:
-    """Text weights under their first names, vision tower and multi-token heads carried over untouched."""
-    text = Qwen3_5TextConfig(
-        **{k: v for k, v in TINY["tiny-qwen3_5"].items() if k != "model_type"}, vocab_size=VOCABULARY
-    )
-    model = AutoModelForCausalLM.from_config(text)
+    """Vision tower and multi-token heads as they were; both of its classes open it with the trained text."""
+    text = {k: v for k, v in TINY["tiny-qwen3_5"].items() if k != "model_type"} | {"vocab_size": VOCABULARY}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    special = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    model = Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(
+            text_config=text,
+            vision_config=vision,
+            tie_word_embeddings=True,
+            **{name: 90 + number for number, name in enumerate(special)},
+        )
+    ).eval()
     start = tmp_path / "start"
-    start.mkdir()
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): parameter.detach().clone()
-        for name, parameter in model.named_parameters()
-    }
-    alone = {"model.visual.blocks.0.weight": torch.ones(3), "mtp.fc.weight": torch.full((2, 2), 7.0)}
-    save_file({**tensors, **alone}, start / "model.safetensors")
-    config = {"model_type": "qwen3_5", "text_config": text.to_dict(), "tie_word_embeddings": True}
-    (start / "config.json").write_text(json.dumps(config))
+    model.save_pretrained(start)
+    tensors = load_file(start / "model.safetensors") | {"mtp.fc.weight": torch.full((2, 2), 7.0)}
+    save_file(tensors, start / "model.safetensors", metadata={"format": "pt"})
+    for name in ("generation_config.json", "chat_template.jinja", "tokenizer_config.json"):
+        (start / name).write_text("{}")
     run = trained(tmp_path, f"model.weights={start}")
-    assert main(["export", str(run), str(tmp_path / "out")]) == 0
-    found = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
-    assert found.keys() == tensors.keys() | alone.keys()
-    for name, value in alone.items():
-        assert torch.equal(found[name], value)
-    assert (tmp_path / "out" / "config.json").read_text() == (start / "config.json").read_text()
-    changed = [name for name, value in tensors.items() if not torch.equal(found[name], value)]
-    assert len(changed) == len(tensors)
+    out = tmp_path / "out"
+    assert main(["export", str(run), str(out)]) == 0
+    found = {k: v for file in out.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert found.keys() == tensors.keys()
+    trained_ones = {name for name in tensors if name.startswith("model.language_model.")}
+    assert {name for name in tensors if not torch.equal(found[name], tensors[name])} == trained_ones
+    for name in ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer_config.json"):
+        assert (out / name).read_text() == (start / name).read_text()
+    ids = torch.arange(20)[None]
+    multimodal, causal = (
+        cls.from_pretrained(out).eval() for cls in (Qwen3_5ForConditionalGeneration, AutoModelForCausalLM)
+    )
+    logits = causal(input_ids=ids).logits
+    assert torch.equal(multimodal(input_ids=ids).logits, logits)
+    assert not torch.allclose(model(input_ids=ids).logits, logits, atol=1e-3)
