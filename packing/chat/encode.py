@@ -28,7 +28,7 @@ from packing.chat.calibrate import THINK, Calibration, calibrate
 from packing.chat.dialect import Note, adapt, check_tools, to_json
 from packing.chat.spans import check_untrained, find_turns, leaves
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
-from packing.chat.tokenizer import PROBES, any_of, plain_backend, tokenizer_digest
+from packing.chat.tokenizer import PROBES, any_of, digest_of, plain_backend, tokenizer_digest, tokenizer_json
 from packing.errors import OptionError, PadfreeError, Reason, RowRejected, TemplateError, check_choices
 from packing.example import IGNORE_INDEX, Conversation, Example, make_example
 from packing.messages import clean, read_message, read_tools
@@ -249,7 +249,9 @@ class ChatEncoder:
         """
         if self.options.encoder == "tokenizers" or self._bpe is not None:
             return
-        self._bpe, self._verdict = proof.build(plain_backend(self.tokenizer), digest=self.digest)
+        text = tokenizer_json(self.tokenizer)
+        self.digest = digest_of(text)
+        self._bpe, self._verdict = proof.build(plain_backend(self.tokenizer), text=text, digest=self.digest)
         if self._bpe is not None:
             return
         name = self.tokenizer.name_or_path or type(self.tokenizer).__name__
@@ -746,7 +748,7 @@ class _Joins:
 
 def _strings(value: Any) -> Iterator[str]:
     """Every key and text of a message or of tools, but the message's own keys and its role."""
-    if isinstance(value, Mapping) and "role" in value:
+    if isinstance(value, dict) and "role" in value:
         parts = [part for key, part in value.items() if key != "role"]
         if all(isinstance(part, str) for part in parts):
             return iter(parts)  # most messages; the walk through containers costs more than all else here

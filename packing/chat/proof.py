@@ -54,12 +54,13 @@ class Verdict:
     remembered: bool = False
 
 
-def build(backend: Any, *, digest: str) -> tuple[BpeEncoder | None, Verdict]:
+def build(backend: Any, *, text: str, digest: str) -> tuple[BpeEncoder | None, Verdict]:
     """The encoder of a tokenizer, None where it is not shown to be equal; and what is known.
 
     Args:
         backend: A `tokenizers.Tokenizer` without padding and truncation.
-        digest: Of all that defines its ids.
+        text: All that defines its ids, as JSON.
+        digest: Of the text.
     """
     import orjson
 
@@ -67,7 +68,7 @@ def build(backend: Any, *, digest: str) -> tuple[BpeEncoder | None, Verdict]:
     verdict = _recall(digest)
     if verdict is not None and verdict.why_not:
         return None, verdict
-    state = orjson.loads(backend.to_str())
+    state = orjson.loads(text)
     try:
         if backend.encode_special_tokens:
             raise NotEqual("its added tokens are read as text (split_special_tokens)")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from packing.chat import ChatEncoder, ChatOptions, EncodersDiffer, Note, bpe, load_tokenizer, proof
-from packing.chat.tokenizer import plain_backend, tokenizer_digest
+from packing.chat.tokenizer import digest_of, plain_backend, tokenizer_digest
 from packing.errors import OptionError, RowRejected
 from packing.example import Conversation
 from packing.sample import TOKENIZER
@@ -45,16 +45,21 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer, cache):
-    built, verdict = proof.build(plain_backend(tokenizer), digest=tokenizer_digest(tokenizer))
+    built, verdict = build(plain_backend(tokenizer))
     assert built is not None, verdict.why_not
     return built
+
+
+def build(backend):
+    text = backend.to_str()
+    return proof.build(backend, text=text, digest=digest_of(text))
 
 
 @pytest.fixture(scope="module", params=SHARED_TOKENIZERS)
 def real(request, shared, cache):
     """(the library's tokenizer, the fast encoder) of a real tokenizer."""
     backend = Tokenizer.from_file(str(shared / "tokenizers" / request.param / "tokenizer.json"))
-    built, verdict = proof.build(backend, digest=request.param)
+    built, verdict = build(backend)
     assert built is not None, verdict.why_not
     assert not verdict.remembered
     return backend, built
@@ -281,7 +286,7 @@ def test_merges_of_another_order_are_seen(cache):
     one, other = ("".join(STATE["model"]["merges"][n]) for n in (0, 40))
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     backend = Tokenizer.from_str(json.dumps(model(vocab=vocabulary)))
-    built, verdict = proof.build(backend, digest="exchanged")
+    built, verdict = build(backend)
     assert built is None
     assert "not in the order" in verdict.why_not
 
@@ -305,7 +310,8 @@ def test_the_corpus_sees_what_reading_overlooks(monkeypatch, attribute, broken):
 
     monkeypatch.setattr(bpe, "read_recipe", misread)
     monkeypatch.setattr(proof, "_prove_classes", lambda recipe: None)  # it takes two seconds
-    built, verdict = proof.build(Tokenizer.from_str(json.dumps(STATE)), digest=f"broken {attribute}")
+    backend = Tokenizer.from_str(json.dumps(STATE))
+    built, verdict = proof.build(backend, text=backend.to_str(), digest=f"broken {attribute}")
     assert built is None
     assert verdict.differs, verdict
 
@@ -392,7 +398,7 @@ def test_a_token_across_a_span_is_noted_alike(pair):
 def test_auto_falls_back_with_a_warning(tokenizer, caplog, monkeypatch):
     """Not shown to be equal: the library encodes, one line says why, and the report as well."""
     monkeypatch.setattr(
-        proof, "build", lambda backend, digest: (None, proof.Verdict(why_not="it has whiskers"))
+        proof, "build", lambda backend, **more: (None, proof.Verdict(why_not="it has whiskers"))
     )
     encoder = ChatEncoder(tokenizer, options=ChatOptions(chat_template=T["chatml"]))
     assert encoder.encoder_report()["why"].startswith("not prepared")
@@ -478,21 +484,21 @@ def test_the_choice_travels_to_other_processes(tokenizer):
 
 def test_a_verdict_is_remembered_until_anything_changes(tokenizer, encoder, monkeypatch, tmp_path):
     """The second time it is read from disk; with another library, or if the file is cut off, found anew."""
-    backend, digest = plain_backend(tokenizer), tokenizer_digest(tokenizer)
-    assert proof.build(backend, digest=digest)[1].remembered  # by the fixture
+    backend = plain_backend(tokenizer)
+    assert build(backend)[1].remembered  # by the fixture
     monkeypatch.setattr(proof, "_prove_classes", lambda recipe: None)  # these two take seconds
     monkeypatch.setattr(proof, "_prove_corpus", lambda encoder, recipe, backend: None)
-    file = proof._file(digest)
+    file = proof._file(tokenizer_digest(tokenizer))
     whole = file.read_text()
     file.write_text(whole[: len(whole) // 2])
-    assert not proof.build(backend, digest=digest)[1].remembered
-    assert proof.build(backend, digest=digest)[1].remembered
+    assert not build(backend)[1].remembered
+    assert build(backend)[1].remembered
     with monkeypatch.context() as patch:
         patch.setattr(proof, "version", lambda package: "0.0.1")
-        assert not proof.build(backend, digest=digest)[1].remembered
+        assert not build(backend)[1].remembered
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
-    assert proof.build(backend, digest=digest)[0] is not None  # what can't be kept is found out again
+    assert build(backend)[0] is not None  # what can't be kept is found out again
 
 
 def test_many_writers_leave_one_whole_verdict(cache):
