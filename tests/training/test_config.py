@@ -1,6 +1,7 @@
 """A run's configuration: what is accepted, and the one line that says why something is not."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,14 @@ def test_every_number_has_a_range() -> None:
     }
     assert numbers.keys() == RANGES.keys()
     assert all(least <= numbers[key] <= most for key, (least, most) in RANGES.items())
+
+
+def test_readme_names_settings_that_exist() -> None:
+    """Each `section.key` of the README is one; at least those of its table are found."""
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    named = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_0-9]+)", text))
+    assert len(named) > 20
+    known = {
+        f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)
+    }
+    assert named <= known
