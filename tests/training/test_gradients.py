@@ -14,7 +14,7 @@ from packing.example import Example
 from packing.loader import PackedDataset, collate
 from training.config import Model
 from training.data import micro_batch
-from training.model import materialise, read_config, skeleton
+from training.model import blocks, materialise, read_config, skeleton
 from training.parallel import join
 from training.train import build, forward_backward, spread
 
@@ -123,6 +123,16 @@ def test_accumulation_reduces_once_a_step(
         reduced.append(0)
         gradients(configuration(tmp_path, shards, "model.precision=mixed", f"parallel.reduce={when}"))
     assert reduced == [5, 5 * 5], "four layers, and the tied embedding with the final norm"
+
+
+def test_compiled_are_the_layers_each_by_itself(shards: Path, tmp_path: Path) -> None:
+    """Every decoder layer and nothing else: a graph of its own that the next layers reuse."""
+    config = configuration(tmp_path, shards, "model.compile=layers")
+    with join(config.parallel) as world:
+        root = build(config, read_config(config.model, vocabulary=VOCABULARY), world)
+        compiled = [module for module in root.modules() if module._compiled_call_impl is not None]
+        assert compiled == blocks(root.model)
+        assert len(compiled) == 4
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("mixed", torch.float32), ("bf16", torch.bfloat16)])

@@ -78,7 +78,7 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def test_loggers_get_what_the_file_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three at once, no network; resumed from before its last step, a run goes on where it was."""
+    """All three at once, no network; a resumed run goes on in the same; and the file makes a picture."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     shards = some_shards(tmp_path / "shards")
@@ -103,6 +103,10 @@ def test_loggers_get_what_the_file_gets(tmp_path: Path, monkeypatch: pytest.Monk
             assert b"train/loss" in content
             assert str(losses[step]).encode() in content
         assert b"eval/loss" in content
+    assert main(["plot", str(tmp_path / "run"), "--out", str(tmp_path / "run.svg")]) == 0
+    picture = (tmp_path / "run.svg").read_text()
+    assert picture.startswith("<?xml")
+    assert picture.count('id="axes_') == 4, "loss, gradient norm, learning rate, speed"
 
 
 def test_loggers_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
