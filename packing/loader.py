@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -402,6 +402,7 @@ class PackedDataLoader:
             more than reading them from a mapped file does.
         prefetch: Batches that a thread makes ready ahead; 0 for none.
         pin_memory: Put tensors in page-locked memory, for copies to a GPU that don't wait.
+        collate_fn: Makes a batch of its buffers: `collate`, or one that adds to its keys.
 
     Raises:
         ShardError: missing, damaged, or without a buffer.
@@ -423,6 +424,7 @@ class PackedDataLoader:
         num_workers: int = 0,
         prefetch: int = 0,
         pin_memory: bool = False,
+        collate_fn: Callable[[Sequence[LoadedBuffer]], Batch] = collate,
     ) -> None:
         if pin_memory and not torch.cuda.is_available():
             raise OptionError("pin_memory needs a GPU: leave it off")
@@ -437,6 +439,7 @@ class PackedDataLoader:
         self._num_workers = num_workers
         self._prefetch = prefetch
         self._pin_memory = pin_memory
+        self._collate = collate_fn
         self._sampler = self._sampler_at(epoch=0, buffers=0)
         self._buffers = 0  # of the sampler's epoch, handed to callers over all ranks
         self._resumed = False
@@ -548,11 +551,11 @@ class PackedDataLoader:
             loader: Any = DataLoader(
                 self.dataset,
                 batch_sampler=self._sampler,
-                collate_fn=collate,
+                collate_fn=self._collate,
                 num_workers=self._num_workers,
             )
         else:
-            loader = (collate([self.dataset[key] for key in keys]) for keys in self._sampler)
+            loader = (self._collate([self.dataset[key] for key in keys]) for keys in self._sampler)
         for batch in loader:
             yield _pinned(batch) if self._pin_memory else batch
 

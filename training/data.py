@@ -14,8 +14,12 @@ from packing.example import IGNORE_INDEX
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from packing.loader import LoadedBuffer
+
 PADDED_VOCABULARY = 2048
 """Models round their vocabulary up, by at most this in the field (gpt-oss: 1,069; Qwen3: 267)."""
+
+_BUFFERS = "buffers"  # a batch's own buffers, on their way through the loader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +87,16 @@ class TrainingData:
         Raises:
             ShardError: missing, damaged, or without a buffer.
         """
-        from packing.loader import PackedDataLoader
+        from packing.loader import PackedDataLoader, collate
         from packing.shards import open_shards
+
+        def with_buffers(buffers: Sequence[LoadedBuffer]) -> dict[str, Any]:
+            return {**collate(buffers), _BUFFERS: buffers}
 
         shards = open_shards(directory)
         self.shards = shards.part(part) if part else shards
         self.capacity: int = self.shards.capacity
-        self._buffers, self._rank, self._world_size = buffers, rank, world_size
+        self._world_size = world_size
         self._loader = PackedDataLoader(
             self.shards,
             seed=seed,
@@ -99,6 +106,7 @@ class TrainingData:
             batch_size=buffers,
             rank=rank,
             world_size=world_size,
+            collate_fn=with_buffers,
         )
 
     @cached_property
@@ -164,20 +172,9 @@ class TrainingData:
 
     def epoch(self) -> Iterator[MicroBatch]:
         """The rest of the loader's epoch, or the next one."""
-        from packing.loader import PackedSampler
-
-        state = self._loader.state_dict()
-        keys = PackedSampler(
-            self.shards,
-            options=self._loader.options,
-            epoch=state["epoch"],
-            start=state["buffers"],
-            batch_size=self._buffers,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
-        for inputs, numbers in zip(self._loader, keys, strict=True):
-            yield micro_batch(inputs, [self._loader.dataset[number] for number in numbers])  # views
+        for inputs in self._loader:
+            buffers = inputs.pop(_BUFFERS)
+            yield micro_batch(inputs, buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is; the same on every rank at the same step."""

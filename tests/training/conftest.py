@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from running import RUN
+from running import command
 from tiny_shards import some_shards
 
 
@@ -20,10 +21,4 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def words(tmp_path: Path, shards: Path) -> Callable[..., list[str]]:
     """The command's words for a run on the shards, with overrides."""
-    (tmp_path / "run.toml").write_text(RUN)
-
-    def make(*overrides: str, flags: tuple[str, ...] = (), run: str = "run") -> list[str]:
-        sets = (f"data.shards={shards}", f"run.dir={tmp_path / run}", *overrides)
-        return [str(tmp_path / "run.toml"), *flags, *(part for item in sets for part in ("--set", item))]
-
-    return make
+    return partial(command, tmp_path, shards)

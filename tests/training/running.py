@@ -24,6 +24,15 @@ every = 4
 """
 
 
+def command(
+    folder: Path, shards: Path, *overrides: str, flags: tuple[str, ...] = (), run: str = "run"
+) -> list[str]:
+    """The command's words for a run on the shards, with overrides; it is written into the folder."""
+    (folder / "run.toml").write_text(RUN)
+    sets = (f"data.shards={shards}", f"run.dir={folder / run}", *overrides)
+    return [str(folder / "run.toml"), *flags, *(part for item in sets for part in ("--set", item))]
+
+
 def losses(run: Path, kind: str = "train") -> dict[int, float]:
     """The losses by step that the metrics of a run hold."""
     return {line["step"]: line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == kind}

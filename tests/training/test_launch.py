@@ -2,13 +2,14 @@
 
 import json
 import re
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from running import launch, losses
+from running import command, launch, losses
 from torch.distributed import HashStore
 
 from training.__main__ import main
@@ -18,6 +19,19 @@ from training.launch import Unmet, fresh
 SHORT = timedelta(seconds=0.2)
 LONG = timedelta(seconds=20)
 TWO = ("--standalone", "--nproc-per-node", "2")
+OPTIONS = ("schedule.steps=12", "checkpoint.every=2", "checkpoint.keep=0")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[int, float]:
+    """The losses of two ranks that are never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    process = launch(command(folder, shards, *OPTIONS), *TWO)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    found = losses(folder / "run")
+    assert list(found) == list(range(1, 13))
+    return found
 
 
 def test_a_second_life_sees_nothing_of_the_first() -> None:
@@ -42,7 +56,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 
 def test_two_ranks_come_back_by_themselves_whenever_one_is_killed(
-    words: Callable[..., list[str]], tmp_path: Path
+    words: Callable[..., list[str]], tmp_path: Path, whole: dict[int, float]
 ) -> None:
     """Killed in a write, before a rename, in a step: each life goes on from the last whole one, as
     never stopped, bit for bit.
@@ -54,22 +68,37 @@ def test_two_ranks_come_back_by_themselves_whenever_one_is_killed(
         [1, 0, "training.checkpoint.Saver._publish", 3, "kill"],  # step 8 is whole, but for its name
         [2, 1, "training.train.forward_backward", 4, "kill"],  # step 10
     ]
-    options = ("schedule.steps=12", "checkpoint.every=2", "checkpoint.keep=0")
-    process = launch(words(*options, run="cut"), *TWO, "--max-restarts", "3", faults=json.dumps(faults))
+    process = launch(words(*OPTIONS, run="cut"), *TWO, "--max-restarts", "3", faults=json.dumps(faults))
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert [int(step) for step in re.findall(r"step (\d+) to 12 of 12", output)] == [0, 2, 6, 8], output
     assert "Traceback" not in output, output
-    process = launch(words(*options, run="whole"), *TWO)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    whole = losses(tmp_path / "whole")
-    assert list(whole) == list(range(1, 13))
     assert losses(tmp_path / "cut") == whole
     assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
 
     last = newest(tmp_path / "cut" / "checkpoints")
     assert last
     last.rename(tmp_path / "away")
-    assert main(words(*options, "data.accumulation=2", run="cut", flags=("--resume",))) == 0
+    assert main(words(*OPTIONS, "data.accumulation=2", run="cut", flags=("--resume",))) == 0
     assert losses(tmp_path / "cut") == pytest.approx(whole, rel=1e-4)
+
+
+def test_two_agents_train_as_one(
+    words: Callable[..., list[str]], tmp_path: Path, whole: dict[int, float]
+) -> None:
+    """Two torchruns with an address each, as on two machines, take the steps of one with two ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    agents = [
+        launch(
+            words(*OPTIONS, "run.steps=2"),
+            *("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", address),
+        )
+        for node, address in enumerate(("127.0.0.1", "127.0.0.2"))
+    ]
+    outputs = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert losses(tmp_path / "run") == {step: whole[step] for step in (1, 2)}
+    assert [len(re.findall("2 ranks on cpu", output)) for output in outputs].count(1) == 1
