@@ -109,14 +109,17 @@ def tiny_qwen3(**changes: Any) -> Qwen3Config:
 def test_training_starts_from_the_weights_of_a_directory(
     words: Callable[..., list[str]], tmp_path: Path, shards: Path
 ) -> None:
-    """The evaluation before the first step is the loss of the stock model that was saved, tied or not."""
+    """The evaluation before the first step is the saved stock model's loss, tied and bf16 or not."""
     for tied in (False, True):
         torch.manual_seed(5)
         model = Qwen3ForCausalLM(tiny_qwen3(tie_word_embeddings=tied)).eval()
         with torch.no_grad():
             model.lm_head.weight *= 8  # far from any fresh initialisation
         weights = tmp_path / f"weights-{tied}"
+        # Published weights are bf16, and a run's may be fp32.
+        model.to(torch.bfloat16 if tied else torch.float32)
         model.save_pretrained(weights, max_shard_size="20KB")
+        model.float()
         assert len(list(weights.glob("*.safetensors"))) > 1
         run = f"from-{tied}"
         overrides = (f"model.weights={weights}", "model.config=", "eval.every=1", "schedule.steps=1")
