@@ -86,19 +86,23 @@ def test_two_ranks_come_back_by_themselves_whenever_one_is_killed(
 def test_two_agents_train_as_one(
     words: Callable[..., list[str]], tmp_path: Path, whole: dict[int, float]
 ) -> None:
-    """Two torchruns with an address each, as on two machines, take the steps of one with two ranks."""
+    """Two torchruns with an address each, as on two machines, take the steps of one with two ranks.
+
+    A rank of one is killed on the way: both agents start theirs again, and go on from the checkpoint.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     agents = [
         launch(
-            words(*OPTIONS, "run.steps=2"),
-            *("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node)),
+            words(*OPTIONS, "run.steps=4"),
+            *("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node), "--max-restarts", "2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", address),
+            faults=json.dumps([[0, 1, "training.train.forward_backward", 3, "kill"]]),
         )
         for node, address in enumerate(("127.0.0.1", "127.0.0.2"))
     ]
     outputs = [agent.communicate(timeout=240)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert losses(tmp_path / "run") == {step: whole[step] for step in (1, 2)}
-    assert [len(re.findall("2 ranks on cpu", output)) for output in outputs].count(1) == 1
+    assert losses(tmp_path / "run") == {step: whole[step] for step in range(1, 5)}
+    assert re.findall(r"2 ranks on cpu, step (\d+)", "".join(outputs)) == ["0", "2"]
