@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
@@ -178,13 +179,19 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
     """Reads safetensors straight into the shards: each rank reads its own slices alone.
 
     Raises:
-        InputError: no safetensors, or a parameter that they do not hold.
+        InputError: no safetensors, damaged ones, or a parameter that they do not hold in that shape.
     """
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise InputError(f"{directory}: no *.safetensors files to load weights from")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):  # reads the header, and the file's length against it
+                pass
+        except SafetensorError as error:
+            raise InputError(f"{file}: damaged or cut off: {error}; download it again") from error
     reader = HuggingFaceStorageReader(directory)
-    stored = reader.read_metadata().state_dict_metadata
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     tied = {name for name, tensor in model.named_parameters(remove_duplicate=False)} - {
         name for name, tensor in model.named_parameters()
     }
@@ -197,6 +204,11 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
         names = [name, name.replace("model.", "model.language_model.", 1)]
         found = next((key for key in names if key in stored), None)
         if found is not None:
+            if stored[found].size != tensor.size():
+                raise InputError(
+                    f"{directory}: {found} is of {list(stored[found].size)} in the safetensors, of "
+                    f"{list(tensor.size())} by config.json: one of them belongs to another model"
+                )
             wanted[found] = tensor
         elif full_name not in tied:
             missing.append(name)

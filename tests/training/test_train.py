@@ -266,6 +266,12 @@ def test_bad_model_is_refused(
     Qwen3ForCausalLM(tiny_qwen3(num_hidden_layers=1)).save_pretrained(empty)
     (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
     refused(words(*here), capsys, "not in the safetensors", "model.layers.1.")
+    Qwen3ForCausalLM(tiny_qwen3(intermediate_size=48)).save_pretrained(empty)
+    (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
+    refused(words(*here), capsys, "is of [48, 32] in the safetensors, of [64, 32] by config.json")
+    file = empty / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(words(*here), capsys, "model.safetensors", "damaged or cut off")
     refused(words("parallel.device=cuda"), capsys, "no GPU", "parallel.device=cpu")
     refused(words("model.loss=liger"), capsys, "model.loss=plain")
 
