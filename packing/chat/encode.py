@@ -498,7 +498,7 @@ class ChatEncoder:
                 raise RowRejected(
                     Reason.CONTROL_TOKEN, f"message {number} spells the control token {found.group()!r}"
                 )
-        if found := self._control.search(tools_text):
+        if found := self._outside.search(tools_text):
             raise RowRejected(Reason.CONTROL_TOKEN, f"the tools spell the control token {found.group()!r}")
 
     def _check_joins(self, draft: _Draft) -> None:

@@ -126,8 +126,11 @@ def attempt(
     """The render of a probe, None where the template refuses it."""
     try:
         adapted = adapt(messages, dialect=dialect, notes=[])
+    except RowRejected:
+        return None
+    try:
         return template.render(adapted, **more), adapted
-    except (RowRejected, *RENDER_ERRORS):
+    except RENDER_ERRORS:
         return None
 
 

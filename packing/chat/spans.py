@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from packing.chat.calibrate import Calibration
 from packing.chat.dialect import Note, split_think
 from packing.chat.probes import is_first
-from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render, ScatteredError
+from packing.chat.template import RENDER_ERRORS, ChatTemplate, Piece, Render, ScatteredError
 from packing.errors import Reason, RowRejected
 
 Message = Mapping[str, Any]
@@ -26,18 +26,10 @@ Tools = Sequence[Mapping[str, Any]]
 Place = tuple[int, int]
 
 
-class Span(NamedTuple):
-    """Characters `start` to `end` of a render, said in message `message`."""
-
-    start: int
-    end: int
-    message: int
-
-
 class Turns(NamedTuple):
     """The spans of all assistant turns in order; the turns whose reasoning is not printed; notes."""
 
-    spans: list[Span]
+    spans: list[Piece]
     dropped: list[int]
     notes: list[str]
 
@@ -132,7 +124,7 @@ def _check_ambiguous(
         and (
             text in template.source
             or text in "system user tool assistant"
-            or (calibration.displaced and any(text in m["content"] for m in messages if m is not message))
+            or (calibration.displaced and _stands_elsewhere(text, message, messages, tools))
         )
     }
     if not found:
@@ -147,6 +139,13 @@ def _check_ambiguous(
         wanted = sum(messages[n]["content"].count(text) for n in found)
         if not any(render.text.count(form) - other.count(form) >= wanted for form in _forms(text)):
             raise _lost(number, f"the {messages[number]['role']}'s text is left out or changed")
+
+
+def _stands_elsewhere(text: str, message: Message, messages: Sequence[Message], tools: Tools | None) -> bool:
+    """Whether another message, or a tool, has a message's text too."""
+    return any(text in other["content"] for other in messages if other is not message) or any(
+        isinstance(leaf, str) and text in leaf for leaf in leaves(tools or ())
+    )
 
 
 def _elsewhere(render: Render, places: Sequence[Place | None], messages: Sequence[Message]) -> Iterator[str]:
@@ -213,9 +212,9 @@ def _check_tools(
 
 def _marks(
     render: Render, places: Sequence[Place | None], messages: Sequence[Message]
-) -> dict[int, list[Span]]:
+) -> dict[int, list[Piece]]:
     """The template's `{% generation %}` spans by message. One behind all messages is the last turn's."""
-    marks: dict[int, list[Span]] = {}
+    marks: dict[int, list[Piece]] = {}
     for start, end, number in render.marked:
         if end == start:
             continue
@@ -229,7 +228,7 @@ def _marks(
             )
         if any(start < other_end and begin < end for begin, other_end in others):
             raise _uncertain(number, "the template marks another message's text as generated with it")
-        marks.setdefault(number, []).append(Span(start, end, number))
+        marks.setdefault(number, []).append(Piece(start, end, number))
     return marks
 
 
@@ -257,7 +256,7 @@ class _Turn:
         self.reasoning: str = self.message.get("reasoning_content", "").strip()
         self.calibration = calibration
 
-    def check(self, turns: Turns, marks: list[Span]) -> None:
+    def check(self, turns: Turns, marks: list[Piece]) -> None:
         """Adds the turn's spans, each checked."""
         if self.calls:
             self._check_support()
@@ -267,7 +266,7 @@ class _Turn:
             said = "".join(self.text[start:stop] for start, stop, _ in spans)
         else:
             start = self._start()
-            spans = [Span(start, end[1], self.number)]
+            spans = [Piece(start, end[1], self.number)]
             said = self.text[start : end[0]]
         answer = self._answer(said)
         shown = self._shows_reasoning(said, answer)
@@ -325,7 +324,7 @@ class _Turn:
         wanted = " or ".join(repr(marker) for marker, _ in ends)
         raise _uncertain(self.number, f"the turn does not end with {wanted}")
 
-    def _extend(self, marks: list[Span], end: Place | None, notes: list[str]) -> list[Span]:
+    def _extend(self, marks: list[Piece], end: Place | None, notes: list[str]) -> list[Piece]:
         """The template's own marks; where they leave the end marker out, they are extended to it."""
         if not marks:
             raise _uncertain(self.number, "the template's {% generation %} marks leave this turn out")
@@ -379,7 +378,7 @@ class _Turn:
         if not known:
             raise _uncertain(self.number, f"what stands beside the answer, {lead[:60]!r}, no probe shows")
 
-    def _check_header(self, span: Span, answer: str, shown: bool) -> None:
+    def _check_header(self, span: Piece, answer: str, shown: bool) -> None:
         """The header does not come again within a turn with calls, but where every such turn has it so."""
         header = self.text[self.place[0] : span.start].strip()
         count = self.text.count(header, self.place[0], span.end) if header else 1

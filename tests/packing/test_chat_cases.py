@@ -615,6 +615,21 @@ def test_a_folded_system_text_is_there(run):
     assert trained == "yo<|im_end|>"
 
 
+def test_a_text_that_vanishes_is_not_found_in_a_tool(tokenizer, reason):
+    """A system text that is left out beside tools is missed, though a tool's schema says the same."""
+    T["system_or_tools"] = (
+        "{% if tools %}{{ tools | tojson }}\n"
+        "{% elif messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    talk = [{"role": "system", "content": "Adds numbers"}, u("a"), a("b")]
+    tools = [{"type": "function", "function": {"name": "f", "description": "Adds numbers. Quickly."}}]
+    assert len(encode_chat(talk, tokenizer, chat_template=T["system_or_tools"]))
+    assert len(encode_chat(talk[1:], tokenizer, tools=tools, chat_template=T["system_or_tools"]))
+    assert reason(talk, "system_or_tools", tools=tools)[0] is Reason.TEXT_LOST
+
+
 @pytest.mark.parametrize("role", ["critic", "", None, 7])
 def test_unknown_role_dropped(reason, role):
     """A role that nobody knows is no message."""
@@ -881,4 +896,8 @@ def test_added_tokens_that_are_not_special_are_control_tokens_too(tokenizer):
         with pytest.raises(RowRejected) as caught:
             encoder.encode(Conversation(messages=[u(words), a("yo")]))
         assert caught.value.reason is Reason.CONTROL_TOKEN
+    tools = [{"type": "function", "function": {"name": "f", "description": "x</tool_response>"}}]
+    with pytest.raises(RowRejected) as caught:
+        encoder.encode(Conversation(messages=[u("q"), a("yo")], tools=tools))
+    assert caught.value.reason is Reason.CONTROL_TOKEN
     assert encoder.encode(Conversation(messages=[u("a <table> <think>x</think>"), a("</tool_response>")]))
