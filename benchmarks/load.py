@@ -77,18 +77,22 @@ def from_page_cache(directory: Path, *, runs: int) -> dict[str, Any]:
         ),
         **peers(directory),
     }
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    wall: dict[str, list[float]] = {name: [] for name in calls}
+    processor: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(runs + 1):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             tokens = call()
             if number:
-                samples[name].append(tokens / (time.perf_counter() - start))
-    result: dict[str, Any] = {f"{name}_tokens_per_s": spread(taken) for name, taken in samples.items()}
-    for name in ("two_casts", "datasets_trl"):
-        if name in samples:
-            ratios = (a / b for a, b in zip(samples["loader"], samples[name], strict=True))
-            result[f"loader_over_{name}"] = spread(ratios)
+                wall[name].append(tokens / (time.perf_counter() - start))
+                processor[name].append(tokens / (time.process_time() - used))
+    result: dict[str, Any] = {}
+    for unit, samples in (("s", wall), ("processor_s", processor)):
+        result |= {f"{name}_tokens_per_{unit}": spread(taken) for name, taken in samples.items()}
+        for name in ("two_casts", "datasets_trl"):
+            if name in samples:
+                ratios = (a / b for a, b in zip(samples["loader"], samples[name], strict=True))
+                result[f"loader_over_{name}_{unit}"] = spread(ratios)
     result["real_share"] = shards.manifest["contents"]["tokens"] / (buffers * CAPACITY)
     return result
 
@@ -171,17 +175,24 @@ def many_shards(folder: Path, *, count: int, runs: int) -> dict[str, Any]:
     }
 
 
-def import_seconds(module: str, *, runs: int) -> dict[str, Any]:
-    """What an import takes beyond an empty start of Python, in a process of its own."""
-    samples = []
+def start_up(*, runs: int) -> dict[str, Any]:
+    """Seconds of an import beyond an empty start of Python, and of two helps, each in a new process."""
+    command = "import sys; from packing.cli import main; sys.exit(main({}))".format
+    codes = {
+        "python": "pass",
+        "import_packing": "import packing",
+        "help": command(["--help"]),
+        "pack_help": command(["pack", "--help"]),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in codes}
     for _ in range(runs):
-        taken = []
-        for code in ("pass", f"import {module}"):
+        for name, code in codes.items():
             start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", code], check=True)
-            taken.append(time.perf_counter() - start)
-        samples.append(taken[1] - taken[0])
-    return spread(samples)
+            subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+            samples[name].append(time.perf_counter() - start)
+    empty = samples.pop("python")
+    samples["import_packing"] = [a - b for a, b in zip(samples["import_packing"], empty, strict=True)]
+    return {f"{name}_s": spread(taken) for name, taken in samples.items()}
 
 
 def main() -> None:
@@ -205,7 +216,8 @@ def main() -> None:
             "disk": from_disk(directory, runs=max(3, options.runs // 2)),
             "wait_share": {f"prefetch_{n}": beside_training(directory, prefetch=n) for n in (0, 2)},
             "many_shards": many_shards(folder, count=options.shards, runs=options.runs),
-            "import_packing_s": import_seconds("packing", runs=options.runs),
+            "start_up": start_up(runs=options.runs),
+            "load_average": os.getloadavg(),
         }
     for part, found in results.items():
         print(part, found)
