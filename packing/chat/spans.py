@@ -122,7 +122,7 @@ def _check_ambiguous(
         if message["role"] != "assistant"
         and (text := message["content"].strip())
         and (
-            text in template.source
+            template.contains(text)
             or text in "system user tool assistant"
             or (calibration.displaced and _stands_elsewhere(text, message, messages, tools))
         )

@@ -40,6 +40,8 @@ RENDER_ERRORS = (
     ValueError,
 )
 
+_PART = 8  # letters
+
 RESERVED_ARGUMENTS = frozenset(
     {
         *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -182,8 +184,10 @@ class _Tracer(NodeTransformer):
         self.loops = 0
 
     def visit_For(self, node: nodes.For) -> nodes.Node | list[nodes.Node]:
-        if node.recursive:
-            return node
+        if node.recursive or node.find(nodes.Output) is None:
+            return (
+                node  # of a loop that prints nothing, such as a look for the last question, no place is asked
+            )
         self.loops += 1
         self.generic_visit(node)
         self.loops -= 1
@@ -236,6 +240,7 @@ class ChatTemplate:
         if taken := sorted(RESERVED_ARGUMENTS.intersection(arguments)):
             raise OptionError(f"--template-arg {taken[0]}: the name is reserved, it can't be given")
         self.source = source
+        self._parts = {source[place : place + _PART] for place in range(len(source))}
         self.name = name
         self._recorder = _Recorder()
         environment, tree = _parse(source, name)
@@ -260,6 +265,10 @@ class ChatTemplate:
             )
         self._template = environment.from_string(traced, globals=globals_)
         self._variables = {**self._template.globals, "documents": None, **special_tokens, **arguments}
+
+    def contains(self, text: str) -> bool:
+        """Whether the text stands in the template's own, which is read only if its beginning does."""
+        return (len(text) < _PART or text[:_PART] in self._parts) and text in self.source
 
     def render(
         self,
