@@ -1,7 +1,8 @@
 """Packing changes the speed, not the learning: the same examples a step, packed and one by one.
 
-    padfree pack ../shared/data/*.jsonl.gz --tokenizer ../shared/tokenizers/qwen3 --capacity 2048 \
-        --eval-fraction 0.05 --max-rejects 0.2 --out shards
+    (cd ../shared/data && padfree pack codealpaca_2k.jsonl.gz gsm8k_test.jsonl.gz lf_alpaca_en.jsonl.gz \
+        lf_glaive_en.jsonl.gz lf_reason_tool.jsonl.gz mtbench_gpt4.jsonl.gz --tokenizer ../tokenizers/qwen3 \
+        --capacity 2048 --eval-fraction 0.05 --max-rejects 0.2 --out "$OLDPWD/shards")
     python benchmarks/learning.py --shards shards
 
 From the same random weights of a small Qwen3.5 shape, each seed trains twice: on packed buffers, and with
@@ -67,6 +68,13 @@ def main() -> int:
             raise SystemExit("a seed's process failed: its own words are above")
         seeds = [json.loads(out.read_text("utf-8")) for out in outs]
     results = judge(seeds, baseline=baseline)
+    results["shards"] = {
+        "fingerprint": shards.fingerprint,
+        "buffers": len(shards),
+        "capacity": shards.capacity,
+        "examples": int(shards.seq_lengths.size),
+        "held_out_examples": int(shards.part("eval").seq_lengths.size),
+    }
     results |= {"steps": arguments.steps, "buffers_a_step": arguments.buffers, "lr": arguments.lr}
     save(
         "learning", results, packages=["flash-linear-attention", "causal-conv1d", "flash-qla", "liger-kernel"]
