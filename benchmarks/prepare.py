@@ -307,7 +307,7 @@ def main() -> None:
             os.sched_setaffinity(0, cores[:1])
             result[kind] = {"one_core": on_one_core(file, rows, **known, runs=options.runs)}
             os.sched_setaffinity(0, cores)
-            if len(cores) > 1:
+            if len(cores) > 1 and kind == "all":
                 result[kind]["two_cores"] = on_two_cores(file, **known, runs=options.runs)
         result["seconds_over_rows"] = over_rows(options.sizes, **known, folder=folder)
     result["load_after"] = os.getloadavg()
