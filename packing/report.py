@@ -149,7 +149,14 @@ def _shape(report: Mapping[str, Any]) -> Table:
         total = report["seconds"]["total"]
         speed = report["accounting"]["tokens"]["in"] / total
         table.add_row("time", f"{total:.1f} s, {speed:,.0f} tokens/s, {_many(report['workers'], 'worker')}")
+    if "encoder" in report:
+        table.add_row("encoder", _encoder_line(report["encoder"]))
     return table
+
+
+def _encoder_line(encoder: Mapping[str, Any]) -> str:
+    counts = ", ".join(f"{count:,} by {name}" for name, count in encoder["examples"].items())
+    return f"{encoder['encoder']} ({encoder['why']}); examples: {counts or 'none'}"
 
 
 def stages(report: PackReport) -> dict[str, float]:
@@ -196,7 +203,7 @@ def bench_table(result: Mapping[str, Any]) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
 
-    total, shared, encoder = result["total"], result["shared"], result["encoder"]
+    total, shared = result["total"], result["shared"]
     table = Table("", box=None, pad_edge=False, header_style="bold")
     for column in ("seconds", "share"):
         table.add_column(column, justify="right")
@@ -209,8 +216,7 @@ def bench_table(result: Mapping[str, Any]) -> RenderableType:
         f"\n{result['rows']:,} rows, {result['tokens']:,} tokens, {result['tokens_per_s']:,.0f} tokens/s in "
         "one process",
         f"the limit: {result['limit']}. Workers share {shared:.0%} of the time: at best {more} of them.",
-        f"encoder: {encoder['encoder']} ({encoder['why']}); examples: "
-        + ", ".join(f"{count:,} by {name}" for name, count in encoder["examples"].items()),
+        f"encoder: {_encoder_line(result['encoder'])}",
     )
 
 

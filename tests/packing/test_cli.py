@@ -80,6 +80,7 @@ def test_pack_prints_where_every_row_went(padfree, tmp_path):
         ["a buffer"],
         ["passed over", "blank_lines: 2 lines"],
         ["tokens/s"],
+        ["encoder", "tokenizers", "19 by tokenizers"],
         ["rejects.jsonl"],
     ):
         assert any(all(word in line for word in words) for line in out.splitlines()), words
