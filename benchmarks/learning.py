@@ -5,6 +5,13 @@
         --capacity 2048 --eval-fraction 0.05 --max-rejects 0.2 --out "$OLDPWD/shards")
     python benchmarks/learning.py --shards shards
 
+On a CPU a smaller model learns from one of these with the sample's tokenizer:
+
+    padfree pack ../shared/data/gsm8k_test.jsonl.gz --tokenizer packing/sample/tokenizer --capacity 1024 \
+        --eval-fraction 0.02 --max-rejects 0.3 --out shards
+    python benchmarks/learning.py --shards shards --model-config benchmarks/configs/learning-cpu.json \
+        --steps 80 --lr 3e-3 --at-once 1 --name learning-cpu
+
 From the same random weights of a small Qwen3.5 shape, each seed trains twice: on packed buffers, and with
 each example in a forward pass of its own, where nothing could leak. After as many steps on the same examples
 both are evaluated on the held-out part. It holds, by what is fixed below before any run, if each seed's two
@@ -24,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,7 +58,7 @@ SHORT = 4
 
 
 def main() -> int:
-    """Runs all seeds side by side, each in a process of its own; 0 if it holds."""
+    """Runs all seeds, each in a process of its own; 0 if it holds."""
     arguments = parser().parse_args()
     if arguments.worker is not None:
         Path(arguments.out).write_text(json.dumps(compare(arguments, seed=arguments.worker)), "utf-8")
@@ -60,11 +68,13 @@ def main() -> int:
     baseline = unigram(shards, shards.part("eval"), words=words)
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{seed}.json" for seed in range(arguments.seeds)]
-        workers = [
-            subprocess.Popen([sys.executable, *sys.argv, "--worker", str(seed), "--out", str(out)])
+        commands = [
+            [sys.executable, *sys.argv, "--worker", str(seed), "--out", str(out)]
             for seed, out in enumerate(outs)
         ]
-        if sum(worker.wait() for worker in workers):
+        with ThreadPoolExecutor(arguments.at_once or arguments.seeds) as threads:
+            ended = list(threads.map(subprocess.call, commands))
+        if any(ended):
             raise SystemExit("a seed's process failed: its own words are above")
         seeds = [json.loads(out.read_text("utf-8")) for out in outs]
     results = judge(seeds, baseline=baseline)
@@ -76,9 +86,8 @@ def main() -> int:
         "held_out_examples": int(shards.part("eval").seq_lengths.size),
     }
     results |= {"steps": arguments.steps, "buffers_a_step": arguments.buffers, "lr": arguments.lr}
-    save(
-        "learning", results, packages=["flash-linear-attention", "causal-conv1d", "flash-qla", "liger-kernel"]
-    )
+    packages = ["flash-linear-attention", "causal-conv1d", "flash-qla", "liger-kernel"]
+    save(arguments.name, results, packages=packages)
     print(json.dumps({key: results[key] for key in ("holds", "unigram_loss", "losses", "difference")}))
     return 0 if results["holds"] else 1
 
@@ -89,6 +98,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--shards", required=True, help="packed, with a held-out part")
     found.add_argument("--model-config", type=Path, default=CONFIGS / "learning.json")
     found.add_argument("--seeds", type=int, default=3)
+    found.add_argument("--at-once", type=int, help="seeds side by side; all by default")
+    found.add_argument("--name", default="learning", help="of the result")
     found.add_argument("--steps", type=int, default=150)
     found.add_argument("--buffers", type=int, default=1, help="packed buffers a step")
     found.add_argument("--lr", type=float, default=1e-3)
