@@ -116,6 +116,9 @@ def _check_ambiguous(
 
     Costs a render, of rows with such a text.
     """
+    schemas = ""
+    if tools and calibration.displaced:
+        schemas = "\0".join(leaf for leaf in leaves(tools) if isinstance(leaf, str))
     found = {
         number: text
         for number, message in enumerate(messages)
@@ -124,7 +127,8 @@ def _check_ambiguous(
         and (
             template.contains(text)
             or text in "system user tool assistant"
-            or (calibration.displaced and _stands_elsewhere(text, message, messages, tools))
+            or text in schemas
+            or (calibration.displaced and any(text in m["content"] for m in messages if m is not message))
         )
     }
     if not found:
@@ -141,13 +145,6 @@ def _check_ambiguous(
             raise _lost(number, f"the {messages[number]['role']}'s text is left out or changed")
 
 
-def _stands_elsewhere(text: str, message: Message, messages: Sequence[Message], tools: Tools | None) -> bool:
-    """Whether another message, or a tool, has a message's text too."""
-    return any(text in other["content"] for other in messages if other is not message) or any(
-        isinstance(leaf, str) and text in leaf for leaf in leaves(tools or ())
-    )
-
-
 def _elsewhere(render: Render, places: Sequence[Place | None], messages: Sequence[Message]) -> Iterator[str]:
     """What is printed for no message, and with the others' messages beside their own text."""
     for start, end, number in render.pieces:
@@ -161,6 +158,8 @@ def _elsewhere(render: Render, places: Sequence[Place | None], messages: Sequenc
 def _forms(value: Any) -> tuple[str, ...]:
     """How templates write a text or another JSON value: as it is, or within quotes of some language."""
     if isinstance(value, str):
+        if _UNESCAPED.fullmatch(value):
+            return (value,)  # they all are this
         escaped = json.dumps(value, ensure_ascii=False)[1:-1]
         return (
             value,
@@ -170,6 +169,10 @@ def _forms(value: Any) -> tuple[str, ...]:
             repr(value)[1:-1],
         )
     return (json.dumps(value), str(value))
+
+
+# What no language writes in another way within quotes.
+_UNESCAPED = re.compile(r"[ !#-&(-\[\]-~]*")
 
 
 def _printed(value: Any, text: str) -> bool:
