@@ -166,7 +166,7 @@ def measure(
     source = (SHARED / "templates" / f"{template}.jinja").read_text("utf-8") if template else None
     slow, fast = (
         ChatEncoder(tokenizer, options=ChatOptions(chat_template=source, encoder=which))
-        for which in ("tokenizers", "tiktoken")
+        for which in ("tokenizers", "auto")
     )
     start = time.process_time()
     fast.prepare()

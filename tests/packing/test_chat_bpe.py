@@ -17,7 +17,8 @@ from packing.chat import ChatEncoder, ChatOptions, EncodersDiffer, Note, bpe, lo
 from packing.chat.tokenizer import digest_of, plain_backend, tokenizer_digest
 from packing.errors import OptionError, RowRejected
 from packing.example import Conversation
-from packing.sample import TOKENIZER
+from packing.pipeline import pack_dataset
+from packing.sample import CHATS, TOKENIZER
 
 T = {path.stem: path.read_text("utf-8") for path in Path(__file__).with_name("templates").glob("*.jinja")}
 STATE = json.loads((TOKENIZER / "tokenizer.json").read_text("utf-8"))
@@ -393,6 +394,20 @@ def test_a_token_across_a_span_is_noted_alike(pair):
     known = outcomes(slow, [Conversation(messages=TALK[:2])])
     assert known == outcomes(fast, [Conversation(messages=TALK[:2])])
     assert Note.TOKEN_ACROSS_START in known[0][0][2]
+
+
+def test_shard_sets_are_the_same_bytes(tmp_path):
+    """`pack` with either encoder writes every file but run.json alike."""
+    outs = [tmp_path / which for which in ("tokenizers", "tiktoken")]
+    for out in outs:
+        chat = ChatOptions(encoder=out.name)
+        pack_dataset(CHATS, tokenizer=TOKENIZER, out=out, capacity=1024, chat=chat)
+    names = sorted(path.name for path in outs[0].iterdir())
+    assert len(names) > 4
+    for name in names:
+        if name != "run.json":
+            assert (outs[0] / name).read_bytes() == (outs[1] / name).read_bytes(), name
+    assert json.loads((outs[1] / "run.json").read_text())["encoder"]["encoder"] == "tiktoken"
 
 
 def test_auto_falls_back_with_a_warning(tokenizer, caplog, monkeypatch):
