@@ -109,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         train(config, resume=arguments.resume, accept=arguments.accept, dry_run=arguments.dry_run)
     except Signalled as error:
-        _say(error)
+        if not _local_rank():  # all ranks leave at once, with the same to say
+            _say(error)
         return SIGNALLED
     except PadfreeError as error:
         _say(error)
@@ -122,10 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _say(error: PadfreeError) -> None:
     """One line from one rank of a machine: the others wait, and torchrun ends them meanwhile."""
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = _local_rank()
     if rank:
         time.sleep(5)
     print(f"training: {'' if not rank else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 if __name__ == "__main__":

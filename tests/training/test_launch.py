@@ -58,8 +58,9 @@ def test_a_rank_that_never_comes_is_named() -> None:
 def test_two_ranks_come_back_by_themselves_whenever_one_is_killed(
     words: Callable[..., list[str]], tmp_path: Path, whole: dict[int, float]
 ) -> None:
-    """Killed in a write, before a rename, in a step: each life goes on from the last whole one, as
-    never stopped, bit for bit.
+    """Killed in a write behind the training, before a rename, in a step: no whole checkpoint is lost.
+
+    Each life goes on from the last whole checkpoint, bit for bit as never stopped.
 
     One rank that takes two buffers a step then goes on in the same order, to fp32 tolerance.
     """
@@ -68,10 +69,12 @@ def test_two_ranks_come_back_by_themselves_whenever_one_is_killed(
         [1, 0, "training.checkpoint.Saver._publish", 3, "kill"],  # step 8 is whole, but for its name
         [2, 1, "training.train.forward_backward", 4, "kill"],  # step 10
     ]
-    process = launch(words(*OPTIONS, run="cut"), *TWO, "--max-restarts", "3", faults=json.dumps(faults))
+    here = words(*OPTIONS, "checkpoint.background=true", run="cut")
+    process = launch(here, *TWO, "--max-restarts", "3", faults=json.dumps(faults))
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
-    assert [int(step) for step in re.findall(r"step (\d+) to 12 of 12", output)] == [0, 2, 6, 8], output
+    begun = [int(step) for step in re.findall(r"step (\d+) to 12 of 12", output)]
+    assert begun in ([0, 2, 6, 6], [0, 2, 6, 8]), output  # step 8 may still be written when step 10 begins
     assert "Traceback" not in output, output
     assert losses(tmp_path / "cut") == whole
     assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
