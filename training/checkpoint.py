@@ -45,13 +45,8 @@ _INCIDENTAL = ("transformers_version", "_name_or_path", "dtype", "use_cache")  #
 _FREE = (
     *("run.dir", "run.steps", "run.profile", "run.trace", "run.nonfinite", "run.spike", "run.hang_s"),
     *("run.loggers", "run.project"),
-    *(
-        "data.shards",
-        "data.prefetch",
-        "data.buffers",
-        "data.accumulation",
-    ),  # fingerprint and step are compared
-    *("model.weights", "model.config"),  # the model itself is compared
+    # Of the data, the fingerprint and the buffers of a step are compared; of the model, its configuration.
+    *("data.shards", "data.prefetch", "data.buffers", "data.accumulation", "model.weights", "model.config"),
     *("model.kernels", "model.loss", "model.loss_chunk", "model.delta_rule", "model.fused", "model.compile"),
     *("model.checkpointing", "model.keep_layers", "model.whole_layers", "model.host_layers"),
     *("parallel.*", "eval.*", "checkpoint.*"),

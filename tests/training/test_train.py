@@ -21,7 +21,7 @@ from packing.example import make_example
 from packing.sample import CHATS, TOKENIZER
 from packing.shards import open_shards
 from training.__main__ import main
-from training.checkpoint import newest, read_model
+from training.checkpoint import newest, read_model, read_trainer
 from training.config import load
 from training.data import OptionError, TrainingData
 from training.metrics import read
@@ -423,5 +423,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_examples(
     assert all(line["loss"] != line["loss"] for line in lines)
     saved = newest(tmp_path / "skip" / "checkpoints")
     assert saved
+    assert read_trainer(saved)["loader"]["buffers"] == 2  # a step that is left out has used its data
     before = load_file(tmp_path / "weights" / "model.safetensors")["lm_head.weight"]
     assert torch.equal(read_model(saved, ["lm_head.weight"])["lm_head.weight"], before)
