@@ -39,6 +39,10 @@ class PeerLost(PadfreeError):
     """Another rank died, or took no part in a collective in time."""
 
 
+class OutOfMemory(PadfreeError):
+    """The GPU has too little memory for the run."""
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns what the system refuses within the block into one line.
@@ -56,23 +60,34 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def naming_lost_peers() -> Iterator[None]:
-    """Turns what a collective raises within the block, when another rank is gone, into one line.
+def naming_failures() -> Iterator[None]:
+    """Turns into one line what torch raises within the block for a lost rank or for too little memory.
 
     Raises:
         PeerLost: with gloo's or NCCL's own words.
+        OutOfMemory: with the allocator's figures.
     """
-    from torch.distributed import DistError  # not above: the command names these errors before it needs torch
+    from torch import OutOfMemoryError  # not above: the command names these errors before it needs torch
+    from torch.distributed import DistError
 
     try:
         yield
+    except OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"{_first_line(error)} --dry-run lists what takes memory; data.buffers=1, "
+            "model.checkpointing=1, a smaller model.loss_chunk, optim.states=8bit, parallel.offload=true or more ranks take less"
+        ) from error
     except RuntimeError as error:
         if not isinstance(error, DistError) and _GLOO not in str(error):
             raise
         raise PeerLost(
-            f"another rank is gone or did not answer: {str(error).splitlines()[0]}; its own lines say why. "
+            f"another rank is gone or did not answer: {_first_line(error)}; its own lines say why. "
             "Start again with --resume, or let torchrun do so (--max-restarts)"
         ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class StopSignal:

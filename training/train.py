@@ -31,7 +31,7 @@ from training.faults import (
     StopSignal,
     Watchdog,
     keep_flight_records,
-    naming_lost_peers,
+    naming_failures,
     report_nonfinite,
     writing,
 )
@@ -63,7 +63,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
     check_loggers(config.run.loggers)
     directory = Path(config.run.dir)
     keep_flight_records(directory)
-    with join(config.parallel) as world, naming_lost_peers():
+    with naming_failures(), join(config.parallel) as world:
         # Shards and a model that fit each other, or one clear line.
         data, held_out = open_data(config, world)
         data.check_ranks()

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from running import launch
+from torch import OutOfMemoryError
 from torch.distributed import DistBackendError
 
 from training import faults
 from training.__main__ import main
 from training.data import TrainingData
-from training.faults import PeerLost, Spikes, StopSignal, Watchdog, naming_lost_peers
+from training.faults import OutOfMemory, PeerLost, Spikes, StopSignal, Watchdog, naming_failures
 from training.metrics import read
 
 
@@ -75,18 +76,20 @@ def test_a_signal_raises_a_flag_and_a_second_one_ends(
     assert capsys.readouterr().err == "training: interrupted, nothing saved since the last checkpoint\n"
 
 
-def test_only_what_a_collective_raises_is_a_lost_rank() -> None:
-    """What gloo and NCCL raise becomes one line; any other error stays what it is."""
+def test_lost_ranks_and_lack_of_memory_are_one_line() -> None:
+    """What gloo, NCCL and the allocator raise becomes one line; any other error stays what it is."""
     gloo = RuntimeError(
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer\nx"
     )
     for error in (gloo, DistBackendError("NCCL error: remote process exited")):
         with (
             pytest.raises(PeerLost, match=r"another rank is gone.*(closed by peer|remote process)"),
-            naming_lost_peers(),
+            naming_failures(),
         ):
             raise error
-    with pytest.raises(RuntimeError, match="shape") as other, naming_lost_peers():
+    with pytest.raises(OutOfMemory, match=r"allocate 2 GiB.*--dry-run"), naming_failures():
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    with pytest.raises(RuntimeError, match="shape") as other, naming_failures():
         raise RuntimeError("shape")
     assert not isinstance(other.value, PeerLost)
 
