@@ -485,6 +485,23 @@ def choices(bench: Bench, note: Callable[[str, Any], None]) -> None:
         note(f"{rule}, {conv_name}", attempt(pair))
 
 
+def draws(bench: Bench, note: Callable[[str, Any], None]) -> None:
+    """How far the reference in bf16 lies from fp32, draw by draw: what one draw is worth as a limit."""
+    lengths = (1, 63, 64, 65, 1855)
+    for family in bench.families:
+        config = tiny_config(family, real_heads=True)
+        exact, plain = (
+            bind(build(config, family.architecture, device=bench.device).to(dtype), kernels="reference")
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        found = [proof.difference(plain, exact, lengths, seed=seed) for seed in range(8)]
+        small = {name: p.numel() for name, p in exact.named_parameters() if p.numel() <= 64}
+        gradients = {name: [one.gradients[name] for one in found] for name in small}
+        note(
+            family.name, {"logits": [one.logits for one in found], "elements": small, "gradients": gradients}
+        )
+
+
 def merge(paths: Sequence[Path]) -> dict[str, Any]:
     """The union of saved results: of each section, and in `families` of each family, the last that was saved.
 
@@ -527,6 +544,7 @@ SECTIONS: dict[str, Callable[[Bench, Callable[[str, Any], None]], None]] = {
     "width": width,
     "choices": choices,
     "families": families,
+    "draws": draws,
 }
 
 

@@ -46,6 +46,7 @@ State = Literal["ok", "fail", "refused", "not applicable"]
 _EDGES = (1, 63, 64, 65)
 _CAPACITY = {"cpu": 512, "cuda": 8192}
 # Packed against alone: the same mathematics in another order of additions, at the precision of the weights.
+_DRAWS = 4  # of tokens and random losses, to compare fused kernels with fp32
 _TOLERANCE = {torch.float32: (1e-5, 1e-3), torch.bfloat16: (5e-2, 2e-1)}
 
 
@@ -324,8 +325,12 @@ class _Patient:
     ) -> None:
         exact = self.build(config, architecture, kernels="reference", dtype=torch.float32)
         plain = self.build(config, architecture, kernels="reference", dtype=self.dtype)
-        ours, rounding = (proof.difference(one, exact, lengths) for one in (model, plain))
+        ours, rounding = (
+            proof.typical([proof.difference(one, exact, lengths, seed=seed) for seed in range(_DRAWS)])
+            for one in (model, plain)
+        )
         # Twice what the rounding to bf16 costs the reference, and a floor for what it happens to hit well.
+        # With one draw Nemotron-H's dt_bias, 8 numbers, was beyond it by chance: 0.149 against 0.059.
         bound = {name: 2 * apart + 0.02 for name, apart in rounding.gradients.items()}
         name = max(bound, key=lambda key: ours.gradients[key] / bound[key])
         holds = ours.logits <= 2 * rounding.logits + 0.02 and ours.gradients[name] <= bound[name]
@@ -436,16 +441,17 @@ def families_table(diagnosis: Diagnosis, *, fused: Mapping[str, Any] | None = No
 
 
 def _cell(checks: Sequence[Check], name: str) -> str:
+    """The figure of one check; a refusal in its place; behind it what else failed."""
     for check in checks:
-        if check.state in ("refused", "fail"):
+        if check.state == "refused" or (check.state, check.name) == ("fail", name):
             return f"{'FAILED' if check.state == 'fail' else 'refused'}: {check.detail}"
+    failed = [f"; FAILED {check.name}: {check.detail}" for check in checks if check.state == "fail"]
     figures = next((check.figures for check in checks if check.name == name), None)
     if figures is None:
-        return "not run"
-    if name == "isolation":
-        worst = max(figures["logits"], figures["across"])
-        return f"{worst:g}" if worst else "0.0"
-    return f"{figures['logits']:.0e}"
+        return "not run" + "".join(failed)
+    worst = max(figures["logits"], figures.get("across", 0.0))
+    shown = f"{worst:.0e}" if name != "isolation" else f"{worst:g}" if worst else "0.0"
+    return shown + "".join(failed)
 
 
 def write_families(readme: Path, diagnosis: Diagnosis, *, fused: Mapping[str, Any] | None = None) -> None:

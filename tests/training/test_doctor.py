@@ -263,6 +263,9 @@ def test_no_table_of_a_failed_proof(
     assert readme.read_text() == before
     table = doctor.families_table(found, fused=failed.as_json())
     assert "| FAILED: RuntimeError: nvcc is missing (test_doctor.py:" in table
+    beside = doctor.Check(subject="Llama", name="fused against fp32", state="fail", detail="far apart")
+    isolated = next(check for check in found.checks if check.name == "isolation")
+    assert doctor._cell([isolated, beside], "isolation") == "0.0; FAILED fused against fp32: far apart"
     refusal = doctor.Check(subject="Llama", name="bind", state="refused", detail="no sinks")
     assert doctor._cell([refusal], "isolation") == "refused: no sinks"
 

@@ -68,3 +68,11 @@ def test_experts_get_the_first_routing_again(family: Family) -> None:
     with proof._replaying(model, routing), proof._recording(model, replayed):
         model(**make_batch(torch.arange(9) + 20, (4, 5)))
     assert all(torch.equal(a, b) for a, b in zip(routing, replayed, strict=True))
+
+
+def test_several_draws_are_typical_of_their_size() -> None:
+    """The root mean square of each figure: one lucky draw of a small parameter does not set a limit."""
+    found = [proof.Apart(logits=x, gradients={"dt_bias": 10 * x, "other": 1.0}) for x in (3.0, 4.0)]
+    typical = proof.typical(found)
+    assert typical.logits == pytest.approx(12.5**0.5)
+    assert typical.gradients == {"dt_bias": pytest.approx(10 * 12.5**0.5), "other": pytest.approx(1.0)}
