@@ -74,9 +74,8 @@ def naming_failures() -> Iterator[None]:
         yield
     except OutOfMemoryError as error:
         raise OutOfMemory(
-            f"{_first_line(error)} --dry-run lists what takes memory; data.buffers=1, "
-            "model.checkpointing=1, a smaller model.loss_chunk, optim.states=8bit, parallel.offload=true or more "
-            "ranks take less"
+            f"{_first_line(error)} --dry-run lists what takes memory; data.buffers=1, model.checkpointing=1, "
+            "a smaller model.loss_chunk, optim.states=8bit, parallel.offload=true or more ranks take less"
         ) from error
     except RuntimeError as error:
         if not isinstance(error, DistError) and _GLOO not in str(error):
