@@ -309,57 +309,18 @@ def _read_ranks(model: Mapping[str, Any]) -> dict[bytes, int]:
     return ranks
 
 
-def read_merges(model: Mapping[str, Any]) -> dict[tuple[str, str], int]:
-    """Each pair that is merged, and the id that it makes.
+def check_order(model: Mapping[str, Any]) -> None:
+    """Merges come in the order of the ids that they make, by which tiktoken merges.
 
     Raises:
-        NotEqual: the order of merging is not that of the ids, by which tiktoken merges.
+        NotEqual: they do not.
     """
-    vocabulary: Mapping[str, int] = model["vocab"]
-    merges = {}
     last = -1
     for merge in model["merges"]:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        made = vocabulary.get(left + right, -1)
+        made = model["vocab"].get(merge.replace(" ", "") if isinstance(merge, str) else "".join(merge), -1)
         if made < last:
-            raise NotEqual(f"its merges are not in the order of their ids at {left + right!r}")
-        merges[left, right] = last = made
-    return merges
-
-
-def check_unmade(
-    tokens: Iterable[str], *, vocabulary: Mapping[str, int], merges: Mapping[tuple[str, str], int]
-) -> None:
-    """Tokens that do not come of their own bytes by merging do not come of them in tiktoken either.
-
-    tiktoken merges any two neighbours that make a token, tokenizer.json only those that it lists. What stands
-    in a token's place before it is made depends on the token's bytes alone, as nothing merged across its
-    ends. So both make the same tokens if, for each token, what its own bytes come to by the earlier merges
-    is a listed pair (then the token comes of its bytes) or is not two tokens (then neither makes it).
-
-    Args:
-        tokens: Those that do not come of their own bytes.
-        vocabulary: Every token and its id.
-        merges: Of `read_merges`.
-
-    Raises:
-        NotEqual: two neighbours that tiktoken alone would merge.
-    """
-    for token in tokens:
-        parts = _merge(token, merges, below=vocabulary[token])
-        if len(parts) == 2:
-            raise NotEqual(f"its merges do not list {parts[0]!r} and {parts[1]!r}")
-
-
-def _merge(token: str, merges: Mapping[tuple[str, str], int], *, below: int) -> list[str]:
-    """What a token's bytes come to by the merges into lower ids."""
-    parts = list(token)
-    while len(parts) > 1:
-        made, place = min((merges.get(pair, below), n) for n, pair in enumerate(itertools.pairwise(parts)))
-        if made >= below:
-            break
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-    return parts
+            raise NotEqual(f"its merges are not in the order of their ids at {merge!r}")
+        last = made
 
 
 def _read_added(tokens: Iterable[Mapping[str, Any]], *, composed: bool) -> dict[str, int]:

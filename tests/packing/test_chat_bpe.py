@@ -270,15 +270,32 @@ def test_added_tokens_that_compete_are_refused():
 
 
 def test_a_wrong_merge_is_refused():
-    """Where merges lack a pair that tiktoken would merge, the token in question is named.
+    """Without a pair in its list, two neighbours stay apart that tiktoken would merge: the token is named."""
+    *merges, last = STATE["model"]["merges"]
+    backend = Tokenizer.from_str(json.dumps(model(merges=merges)))
+    built, verdict = build(backend)
+    assert built is None
+    assert verdict.why_not == f"its merges do not join the two tokens of {''.join(last)!r}"
 
-    "ab" and "c" are listed, so "bc" (made earlier) and "a" are not what "abc" is made of.
-    """
-    vocabulary = {"a": 0, "b": 1, "c": 2, "bc": 3, "ab": 4, "abc": 5, "abcb": 6}
-    merges = bpe.read_merges({"vocab": vocabulary, "merges": [["b", "c"], ["a", "b"], ["ab", "c"]]})
-    bpe.check_unmade(["abcb"], vocabulary=vocabulary, merges=merges)  # a, bc, b: never made by either
-    with pytest.raises(bpe.NotEqual, match="do not list 'a' and 'bc'"):
-        bpe.check_unmade(["abc"], vocabulary=vocabulary, merges=merges)
+
+def test_a_token_that_merging_never_makes_is_left_out():
+    """One in the vocabulary alone stays out of what tiktoken merges, unless a whole piece may be a token."""
+    more = {**STATE["model"]["vocab"], "zqzqzq": 5000}
+    for whole in (False, True):
+        backend = Tokenizer.from_str(json.dumps(model(vocab=more, ignore_merges=whole)))
+        built, verdict = build(backend)
+        assert "zqzqzq" in verdict.dropped
+        assert agree(backend, built, ["zqzqzq", "x zqzqzq zqzqzqz"]) == 2
+        assert (5000 in built.encode(["zqzqzq"]).ids.tolist()) is whole
+
+
+def test_split_special_tokens_is_no_verdict(tokenizer, encoder):
+    """That setting is the caller's, not the tokenizer's: refused while it holds, nothing is remembered."""
+    backend = plain_backend(tokenizer)
+    backend.encode_special_tokens = True
+    assert "split_special_tokens" in build(backend)[1].why_not
+    backend.encode_special_tokens = False
+    assert build(backend)[0] is not None
 
 
 def test_merges_of_another_order_are_seen(cache):
