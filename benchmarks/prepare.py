@@ -18,6 +18,7 @@ axolotl is measured where it can be imported; its strategy is given the tokenize
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import gzip
 import itertools
@@ -27,7 +28,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ TEMPLATE = "qwen3_training.jinja"  # TRL's own marks for Qwen3; ours reads the s
 CAPACITY = 8192
 CHUNK = 256
 LONG = 1000  # characters
+PACKAGES = ("tiktoken", "orjson", "axolotl")
 
 Row = dict[str, Any]
 
@@ -232,7 +234,11 @@ def on_two_cores(file: Path, *, tokenizer: Any, template: str, runs: int) -> dic
     one, two = (Ours(file, tokenizer=tokenizer, template=template, workers=n) for n in (1, 2))
     theirs = {
         f"trl_{n}": trl(
-            file, tokenizer=copy.copy(tokenizer), template=template, folder=file.parent, processes=n
+            file,
+            tokenizer=copy.copy(tokenizer),
+            template=template,
+            folder=file.parent,
+            processes=n if n > 1 else None,  # its pool of one costs a third more than none
         )
         for n in (1, 2)
     }
@@ -280,6 +286,17 @@ def plot(over: Mapping[str, Mapping[str, float]], *, to: Path) -> None:
     print(f"saved {to}")
 
 
+@contextlib.contextmanager
+def cores(count: int) -> Iterator[None]:
+    """Leaves this process, and those that it starts, so many cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def write(file: Path, rows: Sequence[Row]) -> Path:
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
     return file
@@ -294,24 +311,26 @@ def main() -> None:
     if not SHARED.exists():
         sys.exit(f"needs the folder of real data at {SHARED} (or $PADFREE_SHARED)")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    cores = sorted(os.sched_getaffinity(0))
     template = resources.files("trl").joinpath("chat_templates", TEMPLATE).read_text("utf-8")
     tokenizer = load_tokenizer(str(SHARED / "tokenizers" / "qwen3"))
     known = {"tokenizer": tokenizer, "template": template}
     result: dict[str, Any] = {"capacity": CAPACITY, "template": TEMPLATE, "load_before": os.getloadavg()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        files = {}
         for kind, least in (("all", 0), ("long", LONG)):
             rows = read_rows(options.rows, least=least)
-            file = write(folder / "rows.jsonl", rows)
-            os.sched_setaffinity(0, cores[:1])
-            result[kind] = {"one_core": on_one_core(file, rows, **known, runs=options.runs)}
-            os.sched_setaffinity(0, cores)
-            if len(cores) > 1 and kind == "all":
-                result[kind]["two_cores"] = on_two_cores(file, **known, runs=options.runs)
-        result["seconds_over_rows"] = over_rows(options.sizes, **known, folder=folder)
+            files[kind] = write(folder / f"{kind}.jsonl", rows)
+            with cores(1):
+                result[kind] = on_one_core(files[kind], rows, **known, runs=options.runs)
+            save("prepare", result, packages=PACKAGES)  # what comes takes long, and is less
+        with cores(2):
+            result["two_cores"] = on_two_cores(files["all"], **known, runs=options.runs)
+        save("prepare", result, packages=PACKAGES)
+        with cores(2):
+            result["seconds_over_rows"] = over_rows(options.sizes, **known, folder=folder)
     result["load_after"] = os.getloadavg()
-    saved = save("prepare", result, packages=["tiktoken", "orjson", "axolotl"])
+    saved = save("prepare", result, packages=PACKAGES)
     plot(result["seconds_over_rows"], to=saved.with_suffix(".png"))
 
 
