@@ -12,9 +12,6 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 # Two ranks on two cores: torch's spinning threads would stand in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-# Gloo on a busy machine now and then aborts while two ranks meet; such a start, and nothing else, is tried again.
-RERUN := --reruns 3 --only-rerun ChildFailedError --only-rerun CalledProcessError --only-rerun 'terminate called'
-
 .PHONY: help demo test lint format bench clean
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,7 +42,7 @@ demo: $(VENV)/.train  ## pack the sample chats, look at them, train a tiny model
 	@echo "  $(BIN)/padfree inspect shards"
 
 test: $(VENV)/.dev  ## run the tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(RERUN)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.dev  ## ruff, mypy, import-linter
 	$(BIN)/ruff check .
