@@ -63,9 +63,14 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit at hand, `-dirty` behind it where tracked files differ, or "unknown" outside a checkout."""
+    """The commit at hand, `-dirty` behind it where tracked files differ, or "unknown" outside a checkout.
+
+    $PADFREE_COMMIT goes before: a copy of the tree on another machine may carry a git of another state.
+    """
+    if named := os.environ.get("PADFREE_COMMIT"):
+        return named
     if shutil.which("git") is None:
-        return os.environ.get("PADFREE_COMMIT", "unknown")
+        return "unknown"
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=Path(__file__).parent,
@@ -73,7 +78,7 @@ def commit() -> str:
         text=True,
         check=False,
     )
-    return described.stdout.strip() or os.environ.get("PADFREE_COMMIT", "unknown")
+    return described.stdout.strip() or "unknown"
 
 
 def hardware() -> dict[str, Any]:
