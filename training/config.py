@@ -41,8 +41,11 @@ class Run:
     spike: float = 10.0
     """A loss so many median deviations above the last steps' median has its examples named; 0 names none."""
     hang_s: float = 480.0
-    """Seconds without progress after which a rank says where it stands and ends with 86; 0 waits for good.
-    Less than parallel.timeout, which would end the ranks that wait but not name the one they wait for."""
+    """Seconds without progress, a micro-batch, after which a rank says where it stands and ends with 86.
+
+    Ten times as many in the first step, for an evaluation and for a checkpoint; 0 waits for good. Less than
+    parallel.timeout, which would end the ranks that wait, but not name the one they wait for.
+    """
     loggers: tuple[str, ...] = ()
     """Where the metrics go besides metrics.jsonl: "tensorboard", "wandb", "trackio"."""
     project: str = "padfree"

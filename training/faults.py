@@ -23,7 +23,8 @@ SIGNALLED = 85
 """Exit status of a run that SIGTERM or Ctrl-C ended after it saved a checkpoint."""
 HUNG = 86
 """Exit status of a rank that took no step for `run.hang_s` seconds."""
-_PATIENCE = 10
+SLOW = 10
+"""So many times as long as a step's parts may take: compiling in the first step, writing a checkpoint."""
 _GLOO = "gloo/transport"
 
 
@@ -137,7 +138,7 @@ class Watchdog:
         self._folder, self._rank, self._hang_s = folder, rank, hang_s
         self._over = Event()
         self._thread = Thread(target=self._watch, name="padfree-watchdog")
-        self.at(0, "starting", slow=True)
+        self.at(0, "starting", times=SLOW)
 
     def __enter__(self) -> Watchdog:
         if self._hang_s:
@@ -151,15 +152,15 @@ class Watchdog:
         if self._hang_s:
             self._thread.join()
 
-    def at(self, step: int, phase: str, *, slow: bool = False) -> None:
+    def at(self, step: int, phase: str, *, times: int = 1) -> None:
         """Progress: the step at hand, counted from 1, and what it begins to do.
 
         Args:
             step: The step.
             phase: As "reading data".
-            slow: May take ten times as long: compiling in the first step, writing a checkpoint.
+            times: How many times `hang_s` it may take, as `SLOW`.
         """
-        allowed = self._hang_s * (_PATIENCE if slow else 1)
+        allowed = self._hang_s * times
         self._mark = time.monotonic() + allowed, allowed, step, phase
 
     def _watch(self) -> None:

@@ -25,6 +25,7 @@ from training.config import Config, Precision, to_toml
 from training.cost import itemised, peak_flops, recomputed, work
 from training.data import MicroBatch, TrainingData
 from training.faults import (
+    SLOW,
     NonFinite,
     Signalled,
     Spikes,
@@ -156,7 +157,8 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                     operations.hardware(lengths, recomputed=share_full, mixing_again=share_mixing),
                 )
                 clock.mark()
-                watchdog.at(step + 1, "forward and backward", slow=step == done)
+                patience = max(len(batches), SLOW if step == done else 1)
+                watchdog.at(step + 1, "forward and backward", times=patience)
                 share = forward_backward(
                     root,
                     batches,
@@ -166,11 +168,11 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                     handshake=step == done,
                 )
                 # The next step's batches, while the device computes: this step's checkpoint is before them.
-                watchdog.at(step + 1, "reading the next step's data")
+                watchdog.at(step + 1, "reading the next step's data", times=patience)
                 place, reading = data.state_dict(), time.perf_counter()
                 upcoming = list(itertools.islice(stream, config.data.accumulation if step + 1 < last else 0))
                 waited = time.perf_counter() - reading if clock.idle() else 0.0
-                watchdog.at(step + 1, "waiting for the device and the other ranks", slow=step == done)
+                watchdog.at(step + 1, "waiting for the device and the other ranks", times=patience)
                 norm = clip(root.parameters(), limit=config.optim.clip)
                 clock.mark()
                 loss, signals = world.sum(float(share), bool(stop.name))  # waits for the device
@@ -231,11 +233,11 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                 # Now and then: the held-out part, a checkpoint.
                 taken, end = step + 1, step + 1 == last
                 if held_out and (end or taken % config.eval.every == 0):
-                    watchdog.at(taken, "evaluating", slow=True)
+                    watchdog.at(taken, "evaluating", times=SLOW)
                     metrics.eval(evaluate(root, held_out, step=taken, world=world))
                 every = config.checkpoint.every
                 if (end and config.checkpoint.last) or (every and taken % every == 0) or signals:
-                    watchdog.at(taken, "saving a checkpoint", slow=True)
+                    watchdog.at(taken, "saving a checkpoint", times=SLOW)
                     written = saver.save(
                         taken,
                         model=root.model,
@@ -252,7 +254,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                     saver.finish()
                     came = stop.name or "a signal to another rank"
                     raise Signalled(f"{came} after step {taken} of {last}; saved, go on with --resume")
-            watchdog.at(last, "finishing the checkpoint", slow=True)
+            watchdog.at(last, "finishing the checkpoint", times=SLOW)
             saver.finish()
 
 

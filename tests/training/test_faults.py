@@ -47,7 +47,7 @@ def test_progress_keeps_the_watchdog_quiet(tmp_path: Path, monkeypatch: pytest.M
         for step in range(1, 6):
             watchdog.at(step, "reading data")
             assert not ended.wait(0.2)
-        watchdog.at(6, "saving a checkpoint", slow=True)
+        watchdog.at(6, "saving a checkpoint", times=faults.SLOW)
         assert not ended.wait(1.5)
         watchdog.at(7, "reading data")
         assert ended.wait(10)
