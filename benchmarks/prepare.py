@@ -37,8 +37,9 @@ from typing import Any
 import numpy as np
 from record import save, spread
 
-from packing.chat import ChatOptions, load_tokenizer
+from packing.chat import ChatEncoder, ChatOptions, load_tokenizer
 from packing.pipeline import PackReport, pack_dataset
+from packing.plan import plan_bins
 from packing.shards import open_shards
 
 SHARED = Path(os.environ.get("PADFREE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
@@ -314,6 +315,8 @@ def main() -> None:
     template = resources.files("trl").joinpath("chat_templates", TEMPLATE).read_text("utf-8")
     tokenizer = load_tokenizer(str(SHARED / "tokenizers" / "qwen3"))
     known = {"tokenizer": tokenizer, "template": template}
+    ChatEncoder(tokenizer).prepare()  # the proof is once for a tokenizer; what it takes stands in encode.json
+    plan_bins([1], capacity=CAPACITY)  # and numba's import is once for a process
     result: dict[str, Any] = {"capacity": CAPACITY, "template": TEMPLATE, "load_before": os.getloadavg()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
