@@ -178,7 +178,9 @@ class ChatEncoder:
         outside = {t for t in added if t in sources and t.startswith("<") and not THINK.fullmatch(t)}
         self._control = any_of(control)
         self._outside = any_of(control | outside)
-        self._joins = _Joins(control)
+        self._joins = _Joins(
+            control, {text for template, _ in self._chats.values() for text in template.printed}
+        )
         if self.options.encoder == "tiktoken":
             self.prepare()
 
@@ -725,13 +727,27 @@ _CONTROL_FORM = re.compile(r"<[|｜][^<>\s]+[|｜]>")
 
 
 class _Joins:
-    """Whether a text could be a part of a control token: it ends or begins in one, or is within its sign."""
+    """Whether a text could be a part of a control token.
 
-    def __init__(self, control: Iterable[str]) -> None:
+    It ends or begins in one, or is within its sign; and where the template itself prints the beginning of
+    one, it may be any part.
+
+    Args:
+        control: The control tokens.
+        printed: The template's own texts.
+    """
+
+    def __init__(self, control: Iterable[str], printed: Iterable[str]) -> None:
         tokens = [token for token in control if len(token) > 1]
         self._heads = tuple({token[:n] for token in tokens for n in range(1, len(token))})
         self._tails = tuple({token[n:] for token in tokens for n in range(1, len(token))})
         self._within = {part for token in tokens for part in (token[1:-1], token[2:-2]) if part}
+        if any(text.endswith(self._heads) for text in printed):
+            self._within |= {
+                token[start:end]
+                for token in tokens
+                for start, end in itertools.combinations(range(len(token)), 2)
+            }
         letters = {token[0] for token in tokens} | {token[-1] for token in tokens}
         self._signs = any_of(letters)
         self._length = max(map(len, tokens), default=0)

@@ -247,6 +247,7 @@ class ChatTemplate:
         marks = sum(_is_generation(node) for node in tree.find_all(nodes.CallBlock))
         self.has_generation = marks > 0
         self.reads = _names_read(tree)
+        self.printed = frozenset(node.data for node in tree.find_all(nodes.TemplateData)) | self.reads
         self.prints_date = any(node.name == "strftime_now" for node in tree.find_all(nodes.Name))
         _refuse_chance(tree, name)
         globals_: dict[str, Any] = {"strftime_now": pinned_date(date)} if date is not None else {}

@@ -887,6 +887,19 @@ def test_control_tokens_put_together_are_refused(tokenizer):
         assert caught.value.reason is Reason.CONTROL_TOKEN
 
 
+def test_a_fragment_within_the_templates_own_is_refused(tokenizer):
+    """Where the template prints a control token's beginning and end, no texts between them make one."""
+    source = "{{ '<|im_' ~ messages[-1].name ~ messages[-1].id ~ 'd|>' }}" + T["chatml"]
+    encoder = ChatEncoder(tokenizer, options=ChatOptions(chat_template=source))
+    for name, id_, refused in (("e", "n", True), ("", "en", True), ("e", "m", False), ("an", "end", False)):
+        talk = Conversation(messages=[u("q"), {**a("yo"), "name": name, "id": id_}])
+        (outcome,) = encoder.encode_many([talk])
+        if refused:
+            assert outcome.reason is Reason.CONTROL_TOKEN
+        else:
+            assert len(outcome) == 1
+
+
 def test_added_tokens_that_are_not_special_are_control_tokens_too(tokenizer):
     """Those of such a form everywhere, those that the template prints in what users and tools say."""
     made = pickle.loads(pickle.dumps(tokenizer))
