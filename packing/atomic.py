@@ -23,8 +23,12 @@ from packing.errors import OutputError
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, *, then: str = "nothing was kept") -> Iterator[None]:
     """Turns what the operating system refuses (a full disk, missing rights) into one line.
+
+    Args:
+        path: Named where the system names no file.
+        then: How the line ends: what that means, or the next step.
 
     Raises:
         OutputError: any OSError inside.
@@ -33,7 +37,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         place = error.filename or path
-        raise OutputError(f"{place}: can't write: {error.strerror or error}; nothing was kept") from error
+        raise OutputError(f"{place}: can't write: {error.strerror or error}; {then}") from error
 
 
 def _beside(target: Path, kind: str) -> Path:

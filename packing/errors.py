@@ -80,6 +80,15 @@ class ResumeError(PadfreeError):
     """A loader or trainer state that does not belong to the data, the order or the model at hand."""
 
 
+def one_line(error: BaseException) -> str:
+    """What an error of another library says, for a line of ours; its type where it says nothing.
+
+    Its first line, and the second where the first ends in a colon. Traces and hints are left out.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+
+
 def check_choice(name: str, value: object, known: Iterable[object]) -> None:
     """Checks one option.
 

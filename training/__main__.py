@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from training.data import PadfreeError
-from training.faults import HUNG, SIGNALLED, Signalled
+from training.errors import PadfreeError, Signalled
+from training.faults import HUNG, SIGNALLED
 
 COMMANDS = ("run", "check", "export", "plot")
 STATUSES = (

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from training.config import Checkpoint, Config
-from training.data import OptionError, OutputError, ResumeError
-from training.faults import writing
+from training.errors import OptionError, OutputError, ResumeError, one_line, writing
 from training.lora import kept
 from training.metrics import FILE as METRICS
 from training.parallel import World
@@ -164,7 +163,7 @@ def _writing_tensors(partial: Path) -> Iterator[None]:
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise OutputError(
-                f"{partial}: rank {rank} can't write: {_first_line(cause)}; the checkpoint before is whole"
+                f"{partial}: rank {rank} can't write: {one_line(cause)}; the checkpoint before is whole"
             ) from error
 
 
@@ -332,7 +331,7 @@ def load(checkpoint: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer
     try:
         load_tensors(tensors, checkpoint_id=str(checkpoint))
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise ResumeError(f"{checkpoint}: can't be loaded: {_first_line(error)}") from error
+        raise ResumeError(f"{checkpoint}: can't be loaded: {one_line(error)}") from error
     # The model's tensors were filled in place; the optimizer's are handed over.
     set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=_FLAT)
 
@@ -361,7 +360,7 @@ def read_model(checkpoint: Path, names: Sequence[str]) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is meant to be, here
             load_tensors(wanted, checkpoint_id=str(checkpoint), no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise ResumeError(f"{checkpoint}: can't be loaded: {_first_line(error)}") from error
+        raise ResumeError(f"{checkpoint}: can't be loaded: {one_line(error)}") from error
     return {key.removeprefix(_MODEL): value for key, value in wanted.items()}
 
 
@@ -383,7 +382,3 @@ def _all(directory: Path) -> list[Path]:
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from training.data import InputError, OptionError
+from training.errors import InputError, OptionError
 
 Precision = Literal["fp32", "mixed", "bf16"]
 

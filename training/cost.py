@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -13,12 +13,23 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from training.config import Config, Precision
+from training.errors import OptionError
+from training.kernels import convolution, recurrence
+from training.kernels.binding import find_attentions, find_mixers, parts
 from training.model import blocks, ends, skeleton
 from training.parallel import World
 from training.recompute import Again, layout
 
 PEAK = {"H200": 989.4e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """FLOP/s of dense bf16 matrix products, by a part of the device's name. Source: the makers' data sheets."""
+
+RECURRENCES: Mapping[str, Callable[[Any], int]] = {
+    recurrence.DELTA_RULE: lambda layer: 6 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim,
+    recurrence.KIMI_DELTA: lambda layer: 6 * layer.num_heads * layer.head_dim**2,
+    recurrence.STATE_SPACE: lambda layer: 4 * layer.num_heads * layer.head_dim * layer.ssm_state_size,
+}
+"""Recurrence -> FLOPs of a token in such a layer: a delta rule reads, writes and queries each element of its
+state, Mamba-2 writes and queries it, at two operations each."""
 
 Lengths = Sequence[int] | NDArray[Any]
 
@@ -32,7 +43,7 @@ class Work:
         head_products: Weights of the head.
         frozen_products: Those of both that are not trained: their own gradients are not computed.
         attention: For each attention layer query heads × (key width + value width), and its window or 0.
-        recurrence: Over the delta-rule layers, value heads × key width × value width.
+        recurrence: FLOPs of a token in the recurrences, see `RECURRENCES`.
     """
 
     layer_products: int
@@ -45,11 +56,11 @@ class Work:
         """FLOPs of a forward pass: the layers' products, the head's, and what mixes tokens.
 
         Attention counts pairs that may see each other, Σ Lᵢ(Lᵢ + 1)/2 or fewer in a window, never T²;
-        the delta rule counts the recurrence: read, write and query a state once a token.
+        a recurrence counts its state once a token. Short convolutions, like norms, count nothing.
         """
         sizes = np.asarray(lengths, np.float64)
         tokens = float(sizes.sum())
-        mixing = 6.0 * self.recurrence * tokens
+        mixing = float(self.recurrence) * tokens
         for width, window in self.attention:
             seen = np.minimum(sizes, window) if window else sizes
             mixing += 2.0 * width * float((sizes * seen - seen * (seen - 1) / 2).sum())
@@ -72,8 +83,8 @@ class Work:
         return self.step(lengths) + recomputed * (products + mixing) + mixing_again * mixing
 
 
-def work(model: PreTrainedModel) -> Work:
-    """The operations of a model, which may be on meta."""
+def work(model: PreTrainedModel) -> Work | None:
+    """The operations of a model, which may be on meta; None where a layer's widths have unknown names."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     products, frozen = 0, 0
@@ -88,23 +99,31 @@ def work(model: PreTrainedModel) -> Work:
             stacked = [p for p in module.parameters(recurse=False) if p.ndim == 3]
             products += sum(p.numel() for p in stacked) * chosen // experts
             frozen += sum(p.numel() for p in stacked if not p.requires_grad) * chosen // experts
-    attention, recurrence = [], 0
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    for kind in kinds[: config.num_hidden_layers]:
-        if kind == "linear_attention":
-            widths = config.linear_key_head_dim * config.linear_value_head_dim
-            recurrence += config.linear_num_value_heads * widths
-        elif kind in ("full_attention", "sliding_attention"):
-            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
-            attention.append((2 * config.num_attention_heads * width, window or 0))
+    try:
+        attention = tuple(map(_attention, find_attentions(model).values()))
+        recurrent = sum(map(_recurrence, find_mixers(model).values()))
+    except AttributeError:  # another transformers may name a layer's widths otherwise
+        return None
     return Work(
         layer_products=products,
         head_products=head.in_features * head.out_features,
         frozen_products=frozen,
-        attention=tuple(attention),
-        recurrence=recurrence,
+        attention=attention,
+        recurrence=recurrent,
     )
+
+
+def _attention(layer: Any) -> tuple[int, int]:
+    """Query heads × (key width + value width), which latent attention tells apart, and the window or 0."""
+    key = layer.qk_head_dim if hasattr(layer, "qk_head_dim") else layer.head_dim
+    value = layer.v_head_dim if hasattr(layer, "v_head_dim") else layer.head_dim
+    # Where windowed and full layers take turns, a layer knows its own; else the configuration's is for all.
+    owner = layer if hasattr(layer, "sliding_window") else layer.config
+    return layer.config.num_attention_heads * (key + value), getattr(owner, "sliding_window", None) or 0
+
+
+def _recurrence(layer: Any) -> int:
+    return sum(RECURRENCES[part](layer) for part in parts(layer) - {convolution.WHAT})
 
 
 def _experts(module: nn.Module) -> int:
@@ -114,8 +133,22 @@ def _experts(module: nn.Module) -> int:
 
 
 def flops(config: PretrainedConfig, lengths: Lengths) -> float:
-    """FLOPs of forward and backward over examples of these lengths, without recomputation."""
-    return work(skeleton(config, precision="fp32")).step(lengths)
+    """FLOPs of forward and backward over examples of these lengths, without recomputation.
+
+    Raises:
+        OptionError: they can't be counted.
+    """
+    operations = work(skeleton(config, precision="fp32"))
+    if operations is None:
+        raise OptionError(f"the operations of {config.model_type} can't be counted with this transformers")
+    return operations.step(lengths)
+
+
+def most(operations: Work | None, *, capacity: int) -> str:
+    """A line for the dry run: what a buffer of so many tokens computes at most."""
+    if operations is None:
+        return "the operations of this model can't be counted: the metrics will hold no MFU"
+    return f"{operations.step([capacity]) / 1e12:9.3g} TFLOP at most a buffer, as one example that fills it"
 
 
 def peak_flops(device: torch.device) -> float | None:

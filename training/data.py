@@ -1,4 +1,4 @@
-"""The shards as the trainer sees them. The one file here, beside the kernels' own, that imports `packing`."""
+"""The shards as the trainer sees them. Besides errors and boundaries, all of `packing` that is used here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from packing.buffer import PackedBuffer
-from packing.errors import InputError, OptionError, OutputError, PadfreeError, ResumeError, ShardError
 from packing.example import IGNORE_INDEX
+from training.errors import OptionError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -189,15 +189,4 @@ class TrainingData:
         self._loader.load_state_dict(state)
 
 
-__all__ = [
-    "IGNORE_INDEX",
-    "InputError",
-    "MicroBatch",
-    "OptionError",
-    "OutputError",
-    "PadfreeError",
-    "ResumeError",
-    "ShardError",
-    "TrainingData",
-    "micro_batch",
-]
+__all__ = ["IGNORE_INDEX", "MicroBatch", "TrainingData", "micro_batch"]

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
+from training.errors import PadfreeError, one_line
 from training.kernels import compilation, proof
 from training.kernels.binding import Kernels, Row, bind, describe
 from training.kernels.contract import KernelError, Unsupported, make_batch
@@ -39,6 +40,7 @@ from training.kernels.families import (
 )
 from training.kernels.handshake import handshake
 from training.kernels.packages import PACKAGES, Package, failures, machine, probe
+from training.model import saved_config
 
 State = Literal["ok", "fail", "refused", "not applicable"]
 
@@ -177,14 +179,7 @@ def _subjects(
             yield family.name, tiny_config(family, real_heads=patient.place == "cuda"), family.architecture
         return
     with patient.reporting(target, "configuration"):
-        try:
-            config = transformers.AutoConfig.from_pretrained(target)
-        except (OSError, ValueError, KeyError) as error:
-            said = str(error).splitlines()[0]
-            raise KernelError(
-                f"{target} has no configuration that transformers reads ({said}): give a model's folder, its "
-                "config.json or its name on the Hub"
-            ) from error
+        config = saved_config(target)
         architecture = architecture_of(config)
         yield target, few_layers(config), architecture
 
@@ -217,10 +212,9 @@ class _Patient:
         except Unsupported as error:
             self.note(subject, name, "refused" if self.may_refuse else "fail", str(error))
         except failures() as error:
-            first = (str(error).strip().splitlines() or ["no message"])[0]
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            named = f"{type(error).__name__}: {first} ({Path(place.filename).name}:{place.lineno})"
-            self.note(subject, name, "fail", first if isinstance(error, KernelError) else named)
+            said, place = one_line(error), traceback.extract_tb(error.__traceback__)[-1]
+            named = f"{type(error).__name__}: {said} ({Path(place.filename).name}:{place.lineno})"
+            self.note(subject, name, "fail", said if isinstance(error, PadfreeError) else named)
 
     def check_packages(self, packages: Sequence[Package]) -> None:
         for package in packages:

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from training import checkpoint
-from training.data import InputError, OptionError, OutputError
-from training.faults import writing
+from training.errors import InputError, OptionError, OutputError, writing
 from training.lora import exported_name, write_config
 
 FILE_BYTES = 4 * 2**30

@@ -17,7 +17,8 @@ from threading import Event, Thread
 from types import FrameType, TracebackType
 from typing import Any
 
-from training.data import MicroBatch, OutputError, PadfreeError
+from training.data import MicroBatch
+from training.errors import OutOfMemory, PeerLost, one_line, writing
 
 SIGNALLED = 85
 """Exit status of a run that SIGTERM or Ctrl-C ended after it saved a checkpoint."""
@@ -26,38 +27,6 @@ HUNG = 86
 SLOW = 10
 """So many times as long as a step's parts may take: compiling in the first step, writing a checkpoint."""
 _GLOO = "gloo/transport"
-
-
-class NonFinite(PadfreeError):
-    """A loss or gradient that is NaN or infinite."""
-
-
-class Signalled(PadfreeError):
-    """SIGTERM or Ctrl-C came: the run saved a checkpoint and can go on with --resume."""
-
-
-class PeerLost(PadfreeError):
-    """Another rank died, or took no part in a collective in time."""
-
-
-class OutOfMemory(PadfreeError):
-    """The GPU has too little memory for the run."""
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns what the system refuses within the block into one line.
-
-    Raises:
-        OutputError: names the file, or the path where the system names none, and the cause.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"{error.filename or path}: the system refuses: {error.strerror or error}; make room, or choose "
-            "another place"
-        ) from error
 
 
 @contextmanager
@@ -75,20 +44,16 @@ def naming_failures() -> Iterator[None]:
         yield
     except OutOfMemoryError as error:
         raise OutOfMemory(
-            f"{_first_line(error)} --dry-run lists what takes memory; data.buffers=1, model.checkpointing=1, "
+            f"{one_line(error)} --dry-run lists what takes memory; data.buffers=1, model.checkpointing=1, "
             "a smaller model.loss_chunk, optim.states=8bit, parallel.offload=true or more ranks take less"
         ) from error
     except RuntimeError as error:
         if not isinstance(error, DistError) and _GLOO not in str(error):
             raise
         raise PeerLost(
-            f"another rank is gone or did not answer: {_first_line(error)}; its own lines say why. "
+            f"another rank is gone or did not answer: {one_line(error)}; its own lines say why. "
             "Start again with --resume, or let torchrun do so (--max-restarts)"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class StopSignal:

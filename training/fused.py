@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from training.data import OptionError
+from training.errors import OptionError
 
 
 def _norm(*, offset: float, casting: str) -> Callable[[Any, Tensor], Tensor]:

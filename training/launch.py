@@ -11,13 +11,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from training.data import PadfreeError
+from training.errors import Unmet
 
 _POLL_S = 0.01
-
-
-class Unmet(PadfreeError):
-    """Some rank never came."""
 
 
 def restarted() -> bool:

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from training.config import Config
-from training.data import OptionError
-from training.faults import writing
+from training.errors import OptionError, one_line, writing
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 """Logger -> the package that it needs, as pip knows it."""
@@ -96,9 +95,7 @@ class WeightsAndBiases:
                 resume="allow",
             )
         except wandb.Error as error:
-            raise OptionError(
-                f"wandb: {str(error).splitlines()[0]} (wandb login, or WANDB_MODE=offline)"
-            ) from error
+            raise OptionError(f"wandb: {one_line(error)} (wandb login, or WANDB_MODE=offline)") from error
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Values of a step, by name; steps that were logged already stay as they are."""

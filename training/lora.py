@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from training.config import Lora
-from training.data import OptionError
+from training.errors import OptionError
 
 _BASE = ".base_layer"
 _ADAPTER = ".default"

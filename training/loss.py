@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from training.data import IGNORE_INDEX, OptionError
+from training.data import IGNORE_INDEX
+from training.errors import OptionError
 
 SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """Configuration keys of models that change their logits after the head."""

@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from training.data import InputError
-from training.faults import writing
+from training.errors import InputError, writing
 from training.loggers import Logger
 
 FILE = "metrics.jsonl"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from training.config import Model, Precision
-from training.data import InputError, OptionError
+from training.errors import InputError, OptionError, one_line
 from training.lora import first_values, is_adapter, own_name
 
 TINY: dict[str, dict[str, Any]] = {
@@ -55,21 +55,28 @@ def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
     place = model.weights or model.config
     if place in TINY:
         return AutoConfig.for_model(**TINY[place], vocab_size=vocabulary)
-    path = Path(place)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text("utf-8"))
-        config = AutoConfig.for_model(**values)
-    except OSError as error:
-        raise InputError(
-            f"{file}: can't read the model's configuration: {error.strerror}; built in are {', '.join(TINY)}"
-        ) from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{file}: no model configuration that transformers knows: {error}") from error
-    text: PretrainedConfig = config.get_text_config()
+    if not Path(place).exists():  # transformers would ask the Hub
+        raise InputError(f"{place}: no such file or directory; built in are {', '.join(TINY)}")
+    text: PretrainedConfig = saved_config(place).get_text_config()
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"{file}: transformers has no causal language model for {text.model_type}")
+        raise InputError(f"{place}: transformers has no causal language model for {text.model_type}")
     return text
+
+
+def saved_config(place: str) -> PretrainedConfig:
+    """The configuration that a model's folder, a config.json or a model on the Hub holds.
+
+    Raises:
+        InputError: none that transformers knows and takes.
+    """
+    try:
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
+    # Much of what transformers computes from a bad value it does not check first.
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError) as error:
+        raise InputError(
+            f"{place} has no configuration that transformers reads ({one_line(error)}): give a model's "
+            "folder, its config.json or its name on the Hub"
+        ) from error
 
 
 def skeleton(config: PretrainedConfig, *, precision: Precision) -> PreTrainedModel:

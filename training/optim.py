@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from training.config import Optim, Schedule
-from training.data import OptionError
+from training.errors import OptionError
 
 
 def learning_rate(step: int, *, schedule: Schedule, steps: int, peak: float) -> float:

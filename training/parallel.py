@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from training.config import Parallel, Precision
-from training.data import OptionError
+from training.errors import OptionError
 from training.kernels import with_chunk_indices
 from training.launch import meet
 

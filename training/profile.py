@@ -12,8 +12,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from training.data import OptionError
-from training.faults import writing
+from training.errors import OptionError, writing
 
 
 class StepProfiler:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from training.data import OptionError
+from training.errors import OptionError
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 

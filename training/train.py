@@ -22,19 +22,17 @@ from transformers import PretrainedConfig
 
 from training import checkpoint, kernels
 from training.config import Config, Precision, to_toml
-from training.cost import itemised, peak_flops, recomputed, work
+from training.cost import itemised, most, peak_flops, recomputed, work
 from training.data import MicroBatch, TrainingData
+from training.errors import NonFinite, Signalled, writing
 from training.faults import (
     SLOW,
-    NonFinite,
-    Signalled,
     Spikes,
     StopSignal,
     Watchdog,
     keep_flight_records,
     naming_failures,
     report_nonfinite,
-    writing,
 )
 from training.fused import fuse
 from training.launch import restarted
@@ -101,11 +99,13 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             f"{precision(config, world)}, loss {root.kind}, {world.size} ranks on {world.device.type}, "
             f"step {done} to {last} of {steps}, {len(data.shards):,} buffers of {data.capacity:,} tokens"
         )
+        operations = work(root.model)
         if dry_run:
             if world.chief:
                 numbers = precision(config, world)
                 bill = itemised(config, root.model, world=world, capacity=data.capacity, precision=numbers)
-                print("\n".join([to_toml(config), summary, *bill]))
+                flops = most(operations, capacity=data.capacity)
+                print("\n".join([to_toml(config), summary, *bill, flops]))
             return
         spread(root, config, world)
         optimizer = make_optimizer(root, optim=config.optim)
@@ -136,7 +136,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                 trace=config.run.trace,
             )
             saver = checkpoint.Saver(directory / checkpoint.FOLDER, options=config.checkpoint, world=world)
-            operations, peak = work(root.model), peak_flops(world.device)
+            peak = peak_flops(world.device)
             share_full, share_mixing = recomputed(config, layers=len(blocks(root.model)))
             spikes = Spikes(config.run.spike)
             stream = data.stream()
@@ -153,8 +153,10 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                     sum(lengths),
                     sum(batch.supervised_tokens for batch in batches),
                     sum(batch.buffers for batch in batches),
-                    operations.step(lengths),
-                    operations.hardware(lengths, recomputed=share_full, mixing_again=share_mixing),
+                    operations.step(lengths) if operations else 0.0,
+                    operations.hardware(lengths, recomputed=share_full, mixing_again=share_mixing)
+                    if operations
+                    else 0.0,
                 )
                 clock.mark()
                 patience = max(len(batches), SLOW if step == done else 1)
@@ -219,11 +221,12 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                     "data_s": waited,
                     "forward_backward_s": forward_backward_s,
                     "optimizer_s": optimizer_s,
-                    "model_flops": model_flops,
                     "memory_gib": memory,
                     "reserved_gib": reserved,
                 }
-                if peak:
+                if operations:
+                    values["model_flops"] = model_flops
+                if operations and peak:
                     values["mfu"] = model_flops / seconds / world.size / peak
                     values["hfu"] = hardware_flops / seconds / world.size / peak
                 metrics.train(values)

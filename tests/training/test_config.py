@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from training.config import RANGES, SECTIONS, load, to_toml
-from training.data import InputError, OptionError
+from training.errors import InputError, OptionError
 
 MINIMAL = '[data]\nshards = "shards"\n[model]\nconfig = "tiny-qwen3_5"\n'
 

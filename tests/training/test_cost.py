@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from training.config import Config, Data, Lora, Model, Optim, Parallel
-from training.cost import Work, flops, price, price_on_host, recomputed, work
+from training.cost import Work, flops, most, price, price_on_host, recomputed, work
+from training.errors import OptionError
+from training.kernels.binding import find_attentions
+from training.kernels.families import FAMILIES, Family, tiny_config
 from training.lora import add_adapters
 from training.model import skeleton
 
@@ -42,9 +46,10 @@ def test_operations_of_the_hybrid_at_27b() -> None:
     """At Qwen3.5-27B's dimensions 25.6 billion weights are in products; the rest is the embedding."""
     config = AutoConfig.for_model(**json.loads((CONFIGS / "ladder-27b.json").read_text()))
     counted = work(skeleton(config, precision="bf16"))
+    assert counted
     assert counted.layer_products + counted.head_products == pytest.approx(25.6e9, rel=0.005)
     assert len(counted.attention) == 16
-    assert counted.recurrence == 48 * 48 * 128 * 128
+    assert counted.recurrence == 6 * 48 * 48 * 128 * 128
     tokens = counted.step([8192])
     assert counted.hardware([8192], recomputed=1, mixing_again=0) == pytest.approx(4 / 3 * tokens, rel=0.02)
 
@@ -63,8 +68,56 @@ def test_a_mixture_counts_the_experts_that_a_token_meets() -> None:
         num_experts_per_tok=2,
     )
     counted = work(skeleton(config, precision="fp32"))
+    assert counted
     experts = 2 * 3 * 8 * 12
     assert abs(counted.layer_products - (8 * 8 + 2 * 8 * 4 + 8 * 8 + experts)) <= 8 * 8  # and the router
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_is_counted_by_the_layers_it_has(family: Family, tmp_path: Path) -> None:
+    """As saved and read again: products, attention and recurrences, each where the family has such layers."""
+    tiny_config(family).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path).get_text_config()
+    model = skeleton(config, precision="fp32")
+    counted = work(model)
+    assert counted
+    assert counted.layer_products > 0
+    assert len(counted.attention) == len(find_attentions(model)) > 0
+    assert all(width > 0 for width, _ in counted.attention)
+    assert (counted.recurrence > 0) == any(word in family.mixes for word in ("delta", "Mamba"))
+    assert any(window for _, window in counted.attention) == ("window" in family.mixes)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "recurrence"),
+    [
+        ("Bamba", ((4 * (8 + 8), 0),), 4 * 8 * 8 * 8),
+        ("Falcon-H1", ((4 * (8 + 8), 0),) * 2, 2 * 4 * 8 * 8 * 8),
+        ("Kimi-linear", ((4 * (12 + 8), 0),), 2 * 6 * 4 * 8 * 8),
+        ("OLMo-hybrid", ((4 * (8 + 8), 0),), 2 * 6 * 4 * 8 * 8),
+        ("gpt-oss", ((4 * (8 + 8), 16), (4 * (8 + 8), 0)), 0),
+        ("Mistral", ((4 * (8 + 8), 16),) * 2, 0),
+    ],
+)
+def test_what_mixes_tokens_by_hand(
+    name: str, attention: tuple[tuple[int, int], ...], recurrence: int
+) -> None:
+    """Heads x (key + value width) and window of each attention; a state's elements x 6, of Mamba-2 x 4."""
+    family = next(family for family in FAMILIES if family.name == name)
+    counted = work(skeleton(tiny_config(family), precision="fp32"))
+    assert counted
+    assert (counted.attention, counted.recurrence) == (attention, recurrence)
+
+
+def test_unknown_widths_are_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose widths have other names costs a run its MFU; the dry run says so."""
+    layer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=4), width=8)
+    monkeypatch.setattr("training.cost.find_attentions", lambda _: {"layer": layer})
+    config = Qwen3Config(vocab_size=50, hidden_size=8, intermediate_size=12, num_hidden_layers=1, head_dim=4)
+    assert work(skeleton(config, precision="fp32")) is None
+    assert "no MFU" in most(None, capacity=64)
+    with pytest.raises(OptionError, match="qwen3 can't be counted"):
+        flops(config, [3])
 
 
 def test_price_of_a_measured_run() -> None:
@@ -161,7 +214,9 @@ def test_frozen_weights_cost_no_gradient() -> None:
     before = price(Config(data=Data(shards="")), model, ranks=1, capacity=64, precision="bf16")
     add_adapters(model, lora=Lora(rank=4))
     pairs = 10 * 11 // 2
-    assert work(model).step([10]) == (4 * own + 6 * added) * 10 + 2 * 12 * (2 * 4) * pairs
+    counted = work(model)
+    assert counted
+    assert counted.step([10]) == (4 * own + 6 * added) * 10 + 2 * 12 * (2 * 4) * pairs
     lora = Config(data=Data(shards=""), lora=Lora(rank=4))
     after = price(lora, model, ranks=1, capacity=64, precision="bf16")
     assert after["weights"] - before["weights"] == 4 * added

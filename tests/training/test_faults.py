@@ -15,7 +15,8 @@ from torch.distributed import DistBackendError
 from training import faults
 from training.__main__ import main
 from training.data import TrainingData
-from training.faults import OutOfMemory, PeerLost, Spikes, StopSignal, Watchdog, naming_failures
+from training.errors import OutOfMemory, PeerLost
+from training.faults import Spikes, StopSignal, Watchdog, naming_failures
 from training.metrics import read
 
 

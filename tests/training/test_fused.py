@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from training import fused
-from training.data import OptionError
+from training.errors import OptionError
 from training.fused import FUSED, fuse
 from training.model import TINY
 

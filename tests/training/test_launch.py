@@ -14,7 +14,8 @@ from torch.distributed import HashStore
 
 from training.__main__ import main
 from training.checkpoint import newest
-from training.launch import Unmet, fresh
+from training.errors import Unmet
+from training.launch import fresh
 
 SHORT = timedelta(seconds=0.2)
 LONG = timedelta(seconds=20)

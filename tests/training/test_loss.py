@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.data import OptionError
+from training.errors import OptionError
 from training.kernels.families import FAMILIES, Family, build, tiny_config
 from training.loss import choose_loss
 

@@ -11,7 +11,7 @@ from tiny_shards import some_shards
 from training import loggers
 from training.__main__ import main
 from training.config import Config, Data, Run
-from training.data import OptionError
+from training.errors import OptionError
 from training.loggers import check_loggers, open_loggers
 from training.metrics import Metrics, read
 

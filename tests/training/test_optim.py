@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from training.config import Optim, Schedule
-from training.data import OptionError
+from training.errors import OptionError
 from training.optim import clip, learning_rate, make_optimizer, set_learning_rate
 
 

@@ -7,7 +7,7 @@ import torch
 from gradients_worker import configuration, gradients
 from tiny_shards import some_shards
 
-from training.data import OptionError
+from training.errors import OptionError
 from training.metrics import read
 from training.parallel import join
 from training.train import train

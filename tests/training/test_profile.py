@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from training.data import OptionError
+from training.errors import OptionError
 from training.profile import StepProfiler, covered, diagnose, own_time, summarise, table
 
 

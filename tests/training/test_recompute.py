@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from training.data import OptionError
+from training.errors import OptionError
 from training.kernels import bind
 from training.kernels.contract import make_batch
 from training.model import TINY, blocks

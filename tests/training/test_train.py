@@ -14,7 +14,7 @@ import torch
 from running import launch, losses, wait_for
 from safetensors.torch import load_file
 from tiny_shards import CAPACITY, VOCABULARY, examples, some_shards, write_shards
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from packing import pack_dataset
 from packing.example import make_example
@@ -23,7 +23,9 @@ from packing.shards import open_shards
 from training.__main__ import main
 from training.checkpoint import newest, read_model, read_trainer
 from training.config import load
-from training.data import OptionError, TrainingData
+from training.data import TrainingData
+from training.errors import OptionError
+from training.kernels.families import FAMILIES, tiny_config
 from training.metrics import read
 from training.train import step_seed
 
@@ -75,6 +77,27 @@ def test_steps_of_epochs_and_an_early_stop(words: Callable[..., list[str]], tmp_
     lines = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]  # 2 x 12 buffers, 5 a step
     assert lines[-1]["lr"] < lines[2]["lr"] == 5e-3
+
+
+def test_a_saved_hybrid_trains_goes_on_and_is_exported(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bamba's configuration as transformers saves it, an infinite number in it: dry run, steps, export."""
+    family = next(family for family in FAMILIES if family.name == "Bamba")
+    config = tiny_config(family)
+    config.vocab_size = VOCABULARY
+    config.save_pretrained(tmp_path / "bamba")
+    assert '"__float__": "Infinity"' in (tmp_path / "bamba" / "config.json").read_text()
+    here = (f"model.config={tmp_path / 'bamba'}", "checkpoint.every=1")
+    assert main(words(*here, flags=("--dry-run",))) == 0
+    assert "TFLOP at most a buffer" in capsys.readouterr().out
+    assert main(words(*here, "run.steps=1")) == 0
+    assert main(words(*here, "run.steps=2", flags=("--resume",))) == 0
+    lines = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["model_flops"] > 0 for line in lines)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert AutoConfig.from_pretrained(tmp_path / "out").time_step_limit[1] == float("inf")
 
 
 def test_dry_run_checks_and_writes_nothing(
@@ -217,15 +240,13 @@ def test_what_the_system_refuses_is_one_line(
     """A run directory below a file, checkpoints that are a file, a full disk: one line with the place."""
     (tmp_path / "file").write_text("")
     short = ("schedule.steps=2", "checkpoint.every=1")
-    refused(words(*short, run="file/run"), capsys, "file/run", "the system refuses: Not a directory")
+    refused(words(*short, run="file/run"), capsys, "file/run", "can't write: Not a directory")
     for name, flags in {"metrics.jsonl": ("--resume",), "config.toml": ()}.items():
         (tmp_path / name / name).mkdir(parents=True)
-        refused(words(*short, run=name, flags=flags), capsys, name, "the system refuses: Is a directory")
+        refused(words(*short, run=name, flags=flags), capsys, name, "can't write: Is a directory")
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "checkpoints").write_text("")
-    refused(
-        words(*short, run="blocked", flags=("--resume",)), capsys, "blocked/checkpoints", "system refuses"
-    )
+    refused(words(*short, run="blocked", flags=("--resume",)), capsys, "blocked/checkpoints", "can't write")
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
@@ -256,6 +277,12 @@ def test_bad_model_is_refused(
     refused(words(f"model.config={tmp_path / 'other.json'}"), capsys, "other.json", "no-such-model")
     (tmp_path / "list.json").write_text("[]")
     refused(words(f"model.config={tmp_path / 'list.json'}"), capsys, "list.json")
+    (tmp_path / "text.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    refused(
+        words(f"model.config={tmp_path / 'text.json'}"), capsys, "text.json", "hidden_size", "expected int"
+    )
+    (tmp_path / "heads.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
+    refused(words(f"model.config={tmp_path / 'heads.json'}"), capsys, "heads.json", "modulo by zero")
     (tmp_path / "encoder.json").write_text('{"model_type": "vit"}')
     refused(words(f"model.config={tmp_path / 'encoder.json'}"), capsys, "vit", "no causal language model")
     empty = tmp_path / "empty"

@@ -192,6 +192,13 @@ def find_mixers(decoder: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def parts(mixer: torch.nn.Module) -> set[str]:
+    """What a layer of `find_mixers` computes: its convolution, its recurrence."""
+    cls = _mixer_class(type(mixer))
+    assert cls is not None
+    return set(MIXERS[cls.__name__].values()) - {UNFUSED}
+
+
 def find_attentions(decoder: torch.nn.Module) -> dict[str, Any]:
     """Name -> layer, for the layers that call transformers' attention interface."""
     return {

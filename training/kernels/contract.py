@@ -1,4 +1,4 @@
-"""What a bound model is given, checked without a device sync. The one file here that imports `packing`."""
+"""What a bound model is given, checked without a device sync. The one kernel file that imports `packing`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from packing import boundaries
-from packing.errors import PadfreeError
+from training.errors import PadfreeError
 
 Batch = dict[str, Any]
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from training.kernels import compilation, record
-from training.kernels.binding import binding_of, find_attentions, find_mixers
+from training.kernels.binding import binding_of, find_attentions, find_mixers, parts
 from training.kernels.contract import KernelError, disagreement, segment_lengths
-from training.kernels.families import MIXERS, UNFUSED
 
 
 @contextmanager
@@ -34,30 +33,25 @@ def handshake(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
     due = _due(model.get_decoder())
     tape = record.Tape()
     with ExitStack() as stack:
-        for name, (layer, parts) in due.items():
-            for handle in _hooks(tape, name, layer, positions="positions" in parts):
+        for name, (layer, reports) in due.items():
+            for handle in _hooks(tape, name, layer, positions="positions" in reports):
                 stack.callback(handle.remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(compilation.in_parallel())  # a first step is where kernels are compiled
         record.listen(tape)
         stack.callback(record.hang_up, tape)
         yield
-    _compare(tape, {(name, part) for name, (_, parts) in due.items() for part in parts}, lengths)
+    _compare(tape, {(name, part) for name, (_, reports) in due.items() for part in reports}, lengths)
 
 
 def _due(decoder: Any) -> dict[str, tuple[Any, set[str]]]:
     """Name -> (layer, what it has to report)."""
     due = {name: (layer, {"attention"}) for name, layer in find_attentions(decoder).items()}
-    due |= {name: (layer, _parts(layer)) for name, layer in find_mixers(decoder).items()}
+    due |= {name: (layer, parts(layer)) for name, layer in find_mixers(decoder).items()}
     for name, module in decoder.named_modules():
         if any(cls.__name__.endswith("RotaryEmbedding") for cls in type(module).__mro__):
             due[name] = (module, {"positions"})
     return due
-
-
-def _parts(mixer: Any) -> set[str]:
-    named = next(MIXERS[cls.__name__] for cls in type(mixer).__mro__ if cls.__name__ in MIXERS)
-    return set(named.values()) - {UNFUSED}
 
 
 def _hooks(tape: record.Tape, name: str, layer: Any, *, positions: bool) -> list[Any]:

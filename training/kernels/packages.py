@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from packaging.version import Version
 
-from training.kernels.contract import KernelError
+from training.errors import PadfreeError
 
 # Import name -> distribution name, in the order in which doctor shows them.
 PACKAGES = {
@@ -46,7 +46,7 @@ def failures() -> tuple[type[Exception], ...]:
     triton = sys.modules.get("triton.errors")
     compiler = (triton.TritonError,) if triton is not None else ()
     return (
-        KernelError,
+        PadfreeError,
         *IMPORT_FAILURES,  # kernels import what they need when they are first called
         TypeError,  # called with an argument that its version does not have
         LookupError,  # tilelang's compiler hands on what its C++ raises
