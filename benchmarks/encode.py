@@ -33,7 +33,7 @@ import tiktoken
 from record import save, spread
 
 from packing.chat import ChatEncoder, ChatOptions, load_tokenizer
-from packing.chat.bpe import read_recipe
+from packing.chat.recipe import read_recipe
 from packing.example import Conversation, Example
 
 SHARED = Path(os.environ.get("PADFREE_SHARED", Path(__file__).resolve().parents[2] / "shared"))

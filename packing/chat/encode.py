@@ -16,16 +16,17 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packing.chat import proof
-from packing.chat.bpe import BpeEncoder, Encoded, NotEqual, byte_places
+from packing.chat.bpe import BpeEncoder, Encoded, byte_places
 from packing.chat.calibrate import THINK, Calibration, calibrate
 from packing.chat.dialect import Note, adapt, check_tools, to_json
+from packing.chat.recipe import NotEqual
 from packing.chat.spans import check_untrained, find_turns, leaves
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
 from packing.chat.tokenizer import PROBES, any_of, digest_of, plain_backend, tokenizer_digest, tokenizer_json
@@ -341,7 +342,7 @@ class ChatEncoder:
             try:
                 encoded = self._bpe.encode([drafts[n].text for n in quick])
             except NotEqual as error:
-                raise self._differ(str(error)) from error
+                raise self._differ(str(error), remember=True) from error
             lap("tokenize")
             if encoded is not None:
                 made.update(zip(quick, _mask(encoded, [drafts[n] for n in quick], self._bpe), strict=True))
@@ -350,18 +351,20 @@ class ChatEncoder:
         rest = [n for n in range(len(drafts)) if n not in made]
         known = self._by_reference([drafts[n] for n in (*sample, *rest)])
         for n, tokens in zip(sample, known, strict=False):
-            if not _same(made[n], tokens):
-                raise self._differ(f"other ids for {drafts[n].text[:60]!r}")
+            if what := _difference(made[n], tokens):
+                raise self._differ(f"other {what} for {drafts[n].text[:60]!r}", remember=what == "ids")
         self._counts += Counter(tiktoken=len(made), tokenizers=len(rest), both=len(sample))
         made.update(zip(rest, known[len(sample) :], strict=True))
         lap("tokenize")
         return [made[n] for n in range(len(drafts))]
 
-    def _differ(self, what: str) -> EncodersDiffer:
-        proof.remember_difference(self.digest, what=what)
+    def _differ(self, what: str, *, remember: bool) -> EncodersDiffer:
+        """The error; other ids are the tokenizer's fault and remembered, another mask would be ours."""
+        if remember:
+            proof.remember_difference(self.digest, what=what)
         return EncodersDiffer(
-            f"tiktoken and tokenizers give other ids for a row of this run ({what}), so what was encoded "
-            "before can't be trusted: run again with --encoder tokenizers"
+            f"tiktoken and tokenizers differ on a row of this run ({what}), so what was encoded before can't "
+            "be trusted: run again with --encoder tokenizers"
         )
 
     def _by_reference(self, drafts: Sequence[_Draft]) -> list[_Tokens | RowRejected]:
@@ -399,6 +402,8 @@ class ChatEncoder:
 
     def fingerprint(self) -> dict[str, Any]:
         """All that decides which tokens a conversation gives; the same in every process."""
+        options = asdict(self.options)
+        del options["encoder"]  # gives the same tokens, whichever it is
         return {
             "encoding_version": ENCODING_VERSION,
             "tokenizer": self.digest,
@@ -406,12 +411,9 @@ class ChatEncoder:
             "special_tokens": {
                 key: str(value) for key, value in sorted(self.tokenizer.special_tokens_map.items())
             },
+            **options,
             "chat_template": sorted(self._chats),
             "template_args": dict(sorted(self.options.template_args.items())),
-            "template_date": self.options.template_date,
-            "train_on": self.options.train_on,
-            "turns": self.options.turns,
-            "control_tokens": self.options.control_tokens,
         }
 
     def _check_ids(self, example: Example) -> Example:
@@ -630,14 +632,17 @@ def _across(across: Sequence[bool]) -> list[Note]:
     return [note for note, is_across in zip(kinds, across, strict=False) if is_across]
 
 
-def _same(made: _Tokens | RowRejected, known: _Tokens | RowRejected) -> bool:
+def _difference(made: _Tokens | RowRejected, known: _Tokens | RowRejected) -> str:
+    """What of an example differs from what is known of it, "" for nothing."""
     if isinstance(made, RowRejected) or isinstance(known, RowRejected):
-        return False
+        return "outcome"
     if not np.array_equal(made.ids, known.ids):
-        return False
-    return made.supervised == 0 == known.supervised or (
-        np.array_equal(made.labels, known.labels) and list(made.notes) == list(known.notes)
-    )
+        return "ids"
+    if made.supervised == 0 == known.supervised:
+        return ""  # plain text has no mask yet
+    if not np.array_equal(made.labels, known.labels):
+        return "mask"
+    return "" if list(made.notes) == list(known.notes) else "notes"
 
 
 def _finish(draft: _Draft, tokens: _Tokens | RowRejected, results: list[Any]) -> None:

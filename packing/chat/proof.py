@@ -1,6 +1,6 @@
 """Whether tiktoken gives a tokenizer's ids: shown once for each tokenizer, and remembered.
 
-    read     tokenizer.json holds nothing that is not understood (`bpe.read_recipe`)
+    read     tokenizer.json holds nothing that is not understood (`recipe.read_recipe`)
     merges   every token of the vocabulary, by what its own bytes merge to
     classes  every class of letters in the pattern, on every code point but for most of the empty planes
     corpus   texts of all kinds through both, to the last id
@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing.chat import bpe
-from packing.chat.bpe import BpeEncoder, NotEqual, Recipe
+from packing.chat.bpe import BpeEncoder
+from packing.chat.recipe import NotEqual, Recipe, check_order, classes, pairs, read_recipe, token_bytes
 from packing.chat.tokenizer import PROBES
 
 
@@ -41,14 +41,12 @@ class Verdict:
 
     Attributes:
         why_not: Why tiktoken can't be used, "" if it can.
-        differs: It was seen to give other ids, rather than is not understood.
         dropped: Tokens that merges never make.
         seconds: What it took to find out.
         remembered: An earlier run found out.
     """
 
     why_not: str
-    differs: bool = False
     dropped: Sequence[str] = ()
     seconds: float = 0.0
     remembered: bool = False
@@ -72,40 +70,37 @@ def build(backend: Any, *, text: str, digest: str) -> tuple[BpeEncoder | None, V
         return None, verdict
     state = orjson.loads(text)
     try:
-        recipe = bpe.read_recipe(state)
+        recipe = read_recipe(state)
         if verdict is None:
             dropped = _prove_merges(state)
             _prove_classes(recipe)
         else:
             dropped = set(verdict.dropped)
         if not recipe.ignore_merges:
-            gone = set(map(bpe.token_bytes, dropped))
+            gone = set(map(token_bytes, dropped))
             recipe = replace(recipe, ranks={data: n for data, n in recipe.ranks.items() if data not in gone})
         encoder = BpeEncoder(recipe)
         if verdict is None:
-            _prove_corpus(encoder, recipe, backend)
+            _prove_corpus(encoder, recipe, backend, state["model"])
             verdict = Verdict(why_not="", dropped=sorted(dropped), seconds=time.perf_counter() - started)
             _remember(digest, verdict)
     except NotEqual as error:
-        verdict = Verdict(why_not=str(error), differs=isinstance(error, _Differs))
-        verdict = replace(verdict, seconds=time.perf_counter() - started)
+        verdict = Verdict(why_not=str(error), seconds=time.perf_counter() - started)
         _remember(digest, verdict)
         return None, verdict
     return encoder, verdict
 
 
-class _Differs(NotEqual):
-    """Both were run, and gave different results."""
-
-
 def _prove_merges(state: Mapping[str, Any]) -> set[str]:
     """Both merge alike; the tokens that merging never makes.
 
-    tiktoken merges any two neighbours that make a token, tokenizer.json only those that it lists; of what
-    both may merge, both take the lowest id first, the leftmost of equal ones. So where they first differ,
-    two neighbours make a token and are not listed. Nothing merged across the ends of those two, so they are
-    what the token's bytes come to on their own; and there they stay two, since nothing else can be merged.
-    No token whose own bytes come to two tokens: no difference.
+    tiktoken merges any two neighbours that make a token, lowest id first; tokenizer.json only those that it
+    lists, lowest in the list first, which is the order of the ids. When two neighbours stand there that make
+    a token, nothing was merged across their ends, so they are what the token's bytes come to on their own:
+    one pair for each token, whatever surrounds it. So of several listed pairs that make the same token, only
+    that one ever stands there, and their order in the list does not matter; equal pairs are merged from the
+    left by both. And where both first differ, that pair is not listed, so the token's bytes stay two tokens
+    on their own. Is there no such token, there is no difference.
 
     Raises:
         NotEqual: there is one.
@@ -113,7 +108,7 @@ def _prove_merges(state: Mapping[str, Any]) -> set[str]:
     import orjson
     import tokenizers
 
-    bpe.check_order(state["model"])
+    check_order(state["model"])
     bare = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding"))
     model = {**state["model"], "ignore_merges": False}
     merger = tokenizers.Tokenizer.from_str(
@@ -121,7 +116,7 @@ def _prove_merges(state: Mapping[str, Any]) -> set[str]:
     )
     unmade = set()
     for token, n in model["vocab"].items():
-        if bpe.token_bytes(token) is None:
+        if token_bytes(token) is None:
             continue
         ids = merger.encode(token, add_special_tokens=False).ids
         if ids != [n]:
@@ -144,9 +139,9 @@ def _prove_classes(recipe: Recipe) -> None:
     Raises:
         NotEqual: one has not.
     """
-    for pattern in sorted(set().union(*map(bpe.classes, recipe.sources))):
+    for pattern in sorted(set().union(*map(classes, recipe.sources))):
         if odd := _odd_letters(pattern):
-            raise _Differs(f"{pattern} is not the same to both: U+{odd[0]:04X}, one of {len(odd)}")
+            raise NotEqual(f"{pattern} is not the same to both: U+{odd[0]:04X}, one of {len(odd)}")
 
 
 @functools.cache
@@ -171,14 +166,17 @@ def _points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
-def _prove_corpus(encoder: BpeEncoder, recipe: Recipe, backend: Any) -> None:
+def _prove_corpus(encoder: BpeEncoder, recipe: Recipe, backend: Any, model: Mapping[str, Any]) -> None:
     """Texts of all kinds give the same ids.
 
     Raises:
         NotEqual: one does not, or most can't be compared.
     """
     texts = list(
-        _corpus(recipe, added=sorted(t.content for t in backend.get_added_tokens_decoder().values()))
+        itertools.chain(
+            _corpus(recipe, added=sorted(t.content for t in backend.get_added_tokens_decoder().values())),
+            _crossings(model),
+        )
     )
     taken = [text for text in map(_compose, texts) if encoder.takes(text)]
     if len(taken) < 0.9 * len(texts):
@@ -186,15 +184,15 @@ def _prove_corpus(encoder: BpeEncoder, recipe: Recipe, backend: Any) -> None:
     for start in range(0, len(taken), 256):
         some = taken[start : start + 256]
         if (encoded := encoder.encode(some)) is None:
-            raise _Differs("it gives up on a probe text")
+            raise NotEqual("it gives up on a probe text")
         for text, first, last in zip(some, *encoded.bounds(), strict=True):
             if backend.encode(text, add_special_tokens=False).ids != encoded.ids[first:last].tolist():
-                raise _Differs(f"other ids for {text[:60]!r}")
+                raise NotEqual(f"other ids for {text[:60]!r}")
     before, behind = encoder.around
     for text in PROBES:
         ids = backend.encode(text, add_special_tokens=False).ids
         if backend.encode(text, add_special_tokens=True).ids != [*before, *ids, *behind]:
-            raise _Differs("its post-processor puts other tokens around a text")
+            raise NotEqual("its post-processor puts other tokens around a text")
 
 
 _ATOMS = (
@@ -317,6 +315,17 @@ def _corpus(recipe: Recipe, *, added: Sequence[str]) -> Iterator[str]:
             yield "".join(random_.choices(kinds[0], k=random_.randint(1, 25)))
 
 
+def _crossings(model: Mapping[str, Any]) -> Iterator[str]:
+    """Texts in which two pairs that make the same token overlap, such as "   ", " ", "   "."""
+    made: dict[str, dict[str, str]] = {}
+    for left, right in pairs(model):
+        made.setdefault(left + right, {})[left] = right
+    for token, rights in made.items():
+        for right in rights.values():
+            if right in rights and (data := token_bytes(token + rights[right])) and _is_text(data):
+                yield data.decode()
+
+
 def _compose(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
@@ -340,8 +349,8 @@ def cache_folder() -> Path:
 def _file(digest: str) -> Path:
     """Another code, library or table of Unicode has another file: their verdicts say nothing of these."""
     of = hashlib.sha256(digest.encode())
-    for module in (bpe.__file__, __file__):
-        of.update(Path(module).read_bytes())
+    for module in ("recipe.py", "bpe.py", "proof.py"):
+        of.update(Path(__file__).with_name(module).read_bytes())
     of.update(
         json.dumps(
             [version("tiktoken"), version("tokenizers"), unicodedata.unidata_version, sys.version]
@@ -360,7 +369,7 @@ def _recall(digest: str) -> Verdict | None:
 def _remember(digest: str, verdict: Verdict) -> None:
     """Best effort: a home that can't be written costs the next run the same seconds again."""
     file = _file(digest)
-    said = {name: getattr(verdict, name) for name in ("why_not", "differs", "dropped", "seconds")}
+    said = {name: getattr(verdict, name) for name in ("why_not", "dropped", "seconds")}
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as new:
@@ -370,4 +379,4 @@ def _remember(digest: str, verdict: Verdict) -> None:
 
 def remember_difference(digest: str, *, what: str) -> None:
     """A user's row was encoded to other ids: never again for this tokenizer."""
-    _remember(digest, Verdict(why_not=what, differs=True))
+    _remember(digest, Verdict(why_not=what))
