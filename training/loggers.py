@@ -15,9 +15,6 @@ from uuid import uuid4
 from training.config import Config
 from training.errors import OptionError, one_line, writing
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
-"""Logger -> the package that it needs, as pip knows it."""
-
 
 class Logger(Protocol):
     """One place that metrics go to."""
@@ -36,10 +33,10 @@ def check_loggers(names: Sequence[str]) -> None:
         OptionError: no such logger, or its package is missing.
     """
     for name in names:
-        if name not in PACKAGES:
-            raise OptionError(f"run.loggers: there is no {name!r}; there are {', '.join(PACKAGES)}")
-        if find_spec(PACKAGES[name]) is None:
-            raise OptionError(f"run.loggers: {name} is not installed: pip install {PACKAGES[name]}")
+        if name not in OPEN:
+            raise OptionError(f"run.loggers: there is no {name!r}; there are {', '.join(OPEN)}")
+        if find_spec(name) is None:
+            raise OptionError(f"run.loggers: {name} is not installed: pip install {name}")
 
 
 def open_loggers(config: Config, *, directory: Path, done: int) -> list[Logger]:
@@ -111,19 +108,25 @@ class Trackio:
 
     def __init__(self, config: Config, *, directory: Path, done: int) -> None:
         import trackio
+        from trackio.sqlite_storage import SQLiteStorage
 
         self._trackio = trackio
+        name = f"{directory.name}-{_id(directory / 'trackio-id', new=not done)}"
+        # trackio keeps whatever it is told: a step that an earlier life logged would be there twice.
+        earlier = SQLiteStorage.get_logs(config.run.project, name) if done else []
+        self._there = {(line["step"], key) for line in earlier if line["step"] > done for key in line}
         trackio.init(
             project=config.run.project,
-            name=f"{directory.name}-{_id(directory / 'trackio-id', new=not done)}",
+            name=name,
             config=dataclasses.asdict(config),
             resume="allow",
             embed=False,
         )
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Values of a step, by name."""
-        self._trackio.log(dict(values), step=step)
+        """Values of a step, by name; those that were logged already stay as they are."""
+        if fresh := {key: value for key, value in values.items() if (step, key) not in self._there}:
+            self._trackio.log(fresh, step=step)
 
     def close(self) -> None:
         """Writes what is left."""
@@ -135,6 +138,7 @@ OPEN: Mapping[str, Callable[..., Logger]] = {
     "wandb": WeightsAndBiases,
     "trackio": Trackio,
 }
+"""Logger, which is also the name of its package -> what opens it."""
 
 
 def _id(file: Path, *, new: bool) -> str:

@@ -71,6 +71,8 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
     rows = sqlite3.connect(database).execute("select run_name, step, metrics from metrics").fetchall()
     assert len({name for name, _, _ in rows}) == 1, "a resumed run is the same run"
     local = [(step, json.loads(text)) for _, step, text in rows]
+    names = [(step, name) for step, values in local for name in values]
+    assert len(set(names)) == len(names), "a step that is taken again is logged once"
     return {
         "tensorboard": {event.step: event.value for event in events},
         "trackio": {step: values["train/loss"] for step, values in local if "train/loss" in values},
@@ -87,8 +89,9 @@ def test_loggers_get_what_the_file_gets(tmp_path: Path, monkeypatch: pytest.Monk
         f'[run]\ndir = "{tmp_path / "run"}"\nloggers = ["tensorboard", "wandb", "trackio"]\n'
         "[schedule]\nsteps = 4\n[checkpoint]\nevery = 2\n"
     )
-    assert main([str(tmp_path / "run.toml"), "--set", "run.steps=2"]) == 0
-    assert main([str(tmp_path / "run.toml"), "--resume"]) == 0
+    saving = ["--set", "checkpoint.every=2", "--set", "checkpoint.last=false"]
+    assert main([str(tmp_path / "run.toml"), *saving, "--set", "run.steps=3"]) == 0
+    assert main([str(tmp_path / "run.toml"), *saving, "--resume"]) == 0  # takes step 3 again
     lines = read(tmp_path / "run" / "metrics.jsonl")
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
     assert list(losses) == [1, 2, 3, 4]
@@ -97,7 +100,7 @@ def test_loggers_get_what_the_file_gets(tmp_path: Path, monkeypatch: pytest.Monk
     offline = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(offline) == 2
     assert len({file.name for file in offline}) == 1, "a resumed run has the id of the first"
-    for file, steps in zip(offline, ((1, 2), (3, 4)), strict=True):
+    for file, steps in zip(offline, ((1, 2, 3), (3, 4)), strict=True):
         content = file.read_bytes()
         for step in steps:
             assert b"train/loss" in content
