@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from training.kernels import convolution, recurrence
 from training.kernels.binding import find_attentions, find_mixers, parts
 from training.model import blocks, ends, skeleton
 from training.parallel import World
-from training.recompute import Again, layout
+from training.recompute import Again, layout, worth_keeping
 
 PEAK = {"H200": 989.4e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """FLOP/s of dense bf16 matrix products, by a part of the device's name. Source: the makers' data sheets."""
@@ -184,8 +185,7 @@ def price(
     tokens = capacity * config.data.buffers
     hidden = model.config.get_text_config().hidden_size
     outputs = sum(m.out_features for m in layers[0].modules() if isinstance(m, nn.Linear))
-    again = _layout(config, layers=len(layers))
-    full, products, host, nothing = (again.count(what) for what in get_args(Again))
+    again = Counter(_layout(config, layers=len(layers)))
     whole_step = config.data.accumulation > 1 and config.parallel.reduce == "step" and ranks > 1
     here = 0 if config.parallel.offload else 1
     return {
@@ -199,10 +199,13 @@ def price(
             4 * outside if ranks == 1 else outside // 2 * (2 * computed + 4)
         ),
         "gradients kept whole over the micro-batches of a step": trained * 4 if whole_step else 0,
-        "inputs of layers that recompute": (full + host) * tokens * hidden * computed,
+        "inputs of layers that recompute": (again["all"] + again["all but products on the host"])
+        * tokens
+        * hidden
+        * computed,
         # Elementwise operations keep about as much as the matrix products do.
         "activations of one layer, and of those that keep them": int(
-            tokens * outputs * computed * (2 + 2 * nothing + products)
+            tokens * outputs * computed * (2 + 2 * again["nothing"] + again["all but products"])
         ),
         "logits of the loss": tokens * hidden * computed * config.model.loss_chunk
         if precision != "fp32"
@@ -210,13 +213,25 @@ def price(
     }
 
 
-def price_on_host(config: Config, model: PreTrainedModel, *, ranks: int, precision: Precision) -> int:
-    """Bytes in the host's memory for each rank that `parallel.offload` takes: weights, gradients, states."""
-    if not config.parallel.offload:
-        return 0
+def price_on_host(
+    config: Config, model: PreTrainedModel, *, ranks: int, capacity: int, precision: Precision
+) -> dict[str, int]:
+    """Bytes in the host's memory for each rank, by what they are for; the arguments are `price`'s."""
     weights = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return int(weights + 3 * trained) * (2 if precision == "bf16" else 4) // ranks
+    kept = sum(
+        product.out_features
+        for layer in blocks(model)[: config.model.host_layers]
+        for product in layer.modules()
+        if isinstance(product, nn.Linear) and worth_keeping(product.in_features, product.out_features)
+    )
+    offloaded = int(weights + 3 * trained) * (2 if precision == "bf16" else 4) // ranks
+    return {
+        "weights, gradients and optimizer states": offloaded if config.parallel.offload else 0,
+        "products of the first layers, pinned": (
+            kept * capacity * config.data.buffers * (4 if precision == "fp32" else 2)
+        ),
+    }
 
 
 def itemised(
@@ -230,8 +245,10 @@ def itemised(
         there = f", the GPU has {_size(torch.cuda.get_device_properties(world.device).total_memory).strip()}"
     total = _size(sum(items.values()))
     lines.append(f"{total}  on each of {world.size} ranks, estimated{there}")
-    if on_host := price_on_host(config, model, ranks=world.size, precision=precision):
-        lines.append(f"{_size(on_host)}  in the host's memory for each rank")
+    on_host = price_on_host(config, model, ranks=world.size, capacity=capacity, precision=precision)
+    lines += [
+        f"{_size(size)}  in the host's memory for each rank: {name}" for name, size in on_host.items() if size
+    ]
     return lines
 
 

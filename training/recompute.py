@@ -263,12 +263,13 @@ class _Recalling(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _worth_keeping(operation: Any, args: Sequence[Any]) -> bool:
-    """A product's output is, but for the narrow one of a wide input: the way back from an MLP.
+    return operation in _PRODUCTS and worth_keeping(*args[-1].shape)
+
+
+def worth_keeping(inner: int, outer: int) -> bool:
+    """Whether the output of a product is kept, by its weight's widths: but for the way back from an MLP.
 
     Nothing in the layer's backward reads that one, and recomputation stops before it (checkpoint's early
     stop), so keeping it would cost 2 bytes a token and channel for nothing.
     """
-    if operation not in _PRODUCTS:
-        return False
-    inner, outer = args[-1].shape
     return not (inner > 2 * outer and outer >= 64)  # narrower outputs are a head's scalars: a few bytes

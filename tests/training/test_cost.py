@@ -3,17 +3,20 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
+import torch
+from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from training.config import Config, Data, Lora, Model, Optim, Parallel
-from training.cost import Work, flops, most, price, price_on_host, recomputed, work
+from training.cost import Work, flops, itemised, most, price, price_on_host, recomputed, work
 from training.errors import OptionError
 from training.kernels.binding import find_attentions
 from training.kernels.families import FAMILIES, Family, tiny_config
 from training.lora import add_adapters
-from training.model import skeleton
+from training.model import blocks, read_config, skeleton
+from training.recompute import recompute
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
@@ -189,11 +192,30 @@ def test_offloading_moves_weights_gradients_and_states_to_the_host() -> None:
             parallel=Parallel(offload=offload),
         )
         bills.append(price(config, model, ranks=2, capacity=8192, precision="bf16"))
-        hosts.append(price_on_host(config, model, ranks=2, precision="bf16"))
+        on_host = price_on_host(config, model, ranks=2, capacity=8192, precision="bf16")
+        hosts.append(sum(on_host.values()))
     assert hosts == [0, model.num_parameters() * 8 // 2]
     assert sum(bills[0].values()) - sum(bills[1].values()) == pytest.approx(hosts[1], abs=4)
     kept = "gathered layers, their gradients and sums"
     assert bills[0][kept] == bills[1][kept] > 0
+
+
+def test_products_on_the_host_are_what_a_step_puts_there() -> None:
+    """Of the three first layers of four, a delta rule's in all: to the byte, in an fp32 step on a CPU."""
+    config = Config(data=Data(shards=""), model=Model(config="tiny-qwen3_5", host_layers=3))
+    model = Qwen3_5ForCausalLM(read_config(config.model, vocabulary=50)).train()
+    recompute(blocks(model), host_layers=3)
+    model(input_ids=torch.arange(40)[None], use_cache=False)
+    contexts = [layer._gradient_checkpointing_func.keywords["context_fn"] for layer in blocks(model)[:3]]
+    held = sum(host.nbytes for context in contexts for host in context.args[0]._host)
+    priced = price_on_host(config, model, ranks=2, capacity=40, precision="fp32")
+    assert priced == {
+        "weights, gradients and optimizer states": 0,
+        "products of the first layers, pinned": held,
+    }
+    world: Any = SimpleNamespace(size=1, device=torch.device("cpu"))
+    lines = itemised(config, model, world=world, capacity=40, precision="fp32")
+    assert lines[-1].endswith("in the host's memory for each rank: products of the first layers, pinned")
 
 
 def test_frozen_weights_cost_no_gradient() -> None:
