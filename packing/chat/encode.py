@@ -9,29 +9,27 @@ labels   -100 ...                                            19841 151645 -100
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
-import re
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from packing.chat import proof
-from packing.chat.bpe import BpeEncoder, Encoded, byte_places
+from packing.chat.bpe import BpeEncoder, Encoded
 from packing.chat.calibrate import THINK, Calibration, calibrate
-from packing.chat.dialect import Note, adapt, check_tools, to_json
+from packing.chat.control import CONTROL_FORM, Joins, exchange, strings, texts
+from packing.chat.dialect import Note, adapt, check_tools
+from packing.chat.ids import Tokens, around, by_bytes, by_places, difference
 from packing.chat.recipe import NotEqual
-from packing.chat.spans import check_untrained, find_turns, leaves
+from packing.chat.spans import check_untrained, find_turns
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
 from packing.chat.tokenizer import PROBES, any_of, digest_of, plain_backend, tokenizer_digest, tokenizer_json
 from packing.errors import OptionError, PadfreeError, Reason, RowRejected, TemplateError, check_choices
-from packing.example import IGNORE_INDEX, Conversation, Example, make_example
+from packing.example import Conversation, Example, make_example
 from packing.messages import clean, read_message, read_tools
 
 ENCODING_VERSION = 1
@@ -113,18 +111,6 @@ class _Chat(NamedTuple):
     calibration: Calibration
 
 
-class _Tokens(NamedTuple):
-    """What a draft's text is encoded to: int32[L] ids and labels, how many are trained, and notes.
-
-    Plain text has its labels still to come.
-    """
-
-    ids: NDArray[np.int32]
-    labels: NDArray[np.int32]
-    supervised: int
-    notes: Sequence[Note]
-
-
 class ChatEncoder:
     """Makes examples of conversations with one tokenizer and one set of options.
 
@@ -175,11 +161,11 @@ class ChatEncoder:
         # Tokens that only look like text: those of a control token's form, and for what comes from outside
         # those that the template prints, but for the think tags, which have rules of their own.
         added = {t.content for t in tokenizer.added_tokens_decoder.values() if not t.special}
-        control |= {text for text in added if _CONTROL_FORM.fullmatch(text)}
+        control |= {text for text in added if CONTROL_FORM.fullmatch(text)}
         outside = {t for t in added if t in sources and t.startswith("<") and not THINK.fullmatch(t)}
         self._control = any_of(control)
         self._outside = any_of(control | outside)
-        self._joins = _Joins(
+        self._joins = Joins(
             control, {text for template, _ in self._chats.values() for text in template.printed}
         )
         if self.options.encoder == "tiktoken":
@@ -329,14 +315,14 @@ class ChatEncoder:
         lap("mask")
         return results
 
-    def _encode(self, drafts: Sequence[_Draft], lap: Callable[[str], None]) -> list[_Tokens | RowRejected]:
+    def _encode(self, drafts: Sequence[_Draft], lap: Callable[[str], None]) -> list[Tokens | RowRejected]:
         """The drafts' tokens: by the fast encoder where it can, and a sample of those by both.
 
         Raises:
             EncodersDiffer: the sample differs.
         """
         quick = [n for n, draft in enumerate(drafts) if self._bpe is not None and self._bpe.takes(draft.text)]
-        made: dict[int, _Tokens | RowRejected] = {}
+        made: dict[int, Tokens | RowRejected] = {}
         if quick and not self._backend.encode_special_tokens:
             assert self._bpe is not None
             try:
@@ -345,18 +331,27 @@ class ChatEncoder:
                 raise self._differ(str(error), remember=True) from error
             lap("tokenize")
             if encoded is not None:
-                made.update(zip(quick, _mask(encoded, [drafts[n] for n in quick], self._bpe), strict=True))
+                made.update(zip(quick, self._by_bytes(encoded, [drafts[n] for n in quick]), strict=True))
                 lap("mask")
         sample = list(made)[::SAMPLE_EVERY]
         rest = [n for n in range(len(drafts)) if n not in made]
         known = self._by_reference([drafts[n] for n in (*sample, *rest)])
         for n, tokens in zip(sample, known, strict=False):
-            if what := _difference(made[n], tokens):
+            if what := difference(made[n], tokens):
                 raise self._differ(f"other {what} for {drafts[n].text[:60]!r}", remember=what == "ids")
         self._counts += Counter(tiktoken=len(made), tokenizers=len(rest), both=len(sample))
         made.update(zip(rest, known[len(sample) :], strict=True))
         lap("tokenize")
         return [made[n] for n in range(len(drafts))]
+
+    def _by_bytes(self, encoded: Encoded, drafts: Sequence[_Draft]) -> list[Tokens]:
+        """The tokens of drafts that the fast encoder has encoded."""
+        assert self._bpe is not None
+        made = by_bytes(encoded, [draft.text for draft in drafts], [draft.spans for draft in drafts])
+        return [
+            around(tokens, self._bpe.around) if draft.chat is None else tokens
+            for draft, tokens in zip(drafts, made, strict=True)
+        ]
 
     def _differ(self, what: str, *, remember: bool) -> EncodersDiffer:
         """The error; other ids are the tokenizer's fault and remembered, another mask would be ours."""
@@ -367,9 +362,9 @@ class ChatEncoder:
             "be trusted: run again with --encoder tokenizers"
         )
 
-    def _by_reference(self, drafts: Sequence[_Draft]) -> list[_Tokens | RowRejected]:
+    def _by_reference(self, drafts: Sequence[_Draft]) -> list[Tokens | RowRejected]:
         """By the tokenizer's own library."""
-        made: dict[int, _Tokens | RowRejected] = {}
+        made: dict[int, Tokens | RowRejected] = {}
         for is_plain in (False, True):
             batch = [n for n, draft in enumerate(drafts) if (draft.chat is None) == is_plain]
             texts = [drafts[n].text for n in batch]
@@ -379,7 +374,7 @@ class ChatEncoder:
                 made[n] = self._place(drafts[n], encoding)
         return [made[n] for n in range(len(drafts))]
 
-    def _place(self, draft: _Draft, encoding: Any) -> _Tokens | RowRejected:
+    def _place(self, draft: _Draft, encoding: Any) -> Tokens | RowRejected:
         """The tokens of an encoding, those within the draft's spans trained."""
         ids = np.array(encoding.ids, np.int32)
         if (
@@ -390,15 +385,7 @@ class ChatEncoder:
             return RowRejected(
                 Reason.CONTROL_TOKEN, "the tokenizer's normalizer makes a control token of text that is none"
             )
-        labels = np.full(ids.size, IGNORE_INDEX, np.int32)
-        notes = []
-        for start, end in draft.spans:
-            first, across_start = token_at(encoding, start, len(draft.text), trimmed=self._trims)
-            last, across_end = token_at(encoding, end, len(draft.text), trimmed=self._trims)
-            labels[first:last] = ids[first:last]
-            notes += [Note.TOKEN_ACROSS_START] * across_start + [Note.TOKEN_ACROSS_END] * across_end
-        labels[:1] = IGNORE_INDEX
-        return _Tokens(ids, labels, int(np.count_nonzero(labels != IGNORE_INDEX)), notes)
+        return by_places(encoding, ids, draft.spans, length=len(draft.text), trimmed=self._trims)
 
     def fingerprint(self) -> dict[str, Any]:
         """All that decides which tokens a conversation gives; the same in every process."""
@@ -498,7 +485,7 @@ class ChatEncoder:
             return
         for number, message in enumerate(messages):
             control = self._outside if message["role"] in ("user", "tool") else self._control
-            if found := next(filter(None, map(control.search, _texts(message))), None):
+            if found := next(filter(None, map(control.search, texts(message))), None):
                 raise RowRejected(
                     Reason.CONTROL_TOKEN, f"message {number} spells the control token {found.group()!r}"
                 )
@@ -513,15 +500,15 @@ class ChatEncoder:
         """
         assert draft.chat is not None
         messages, tools = draft.chat.messages, draft.chat.tools
-        parts = {text for message in messages for text in _strings(message) if self._joins.may(text)}
-        parts.update(text for text in _strings(tools or ()) if self._joins.may(text))
+        parts = {text for message in messages for text in strings(message) if self._joins.may(text)}
+        parts.update(text for text in strings(tools or ()) if self._joins.may(text))
         if not parts:
             return
         names = {text: "\xa4" * (n + 1) for n, text in enumerate(sorted(parts))}
         try:
             other = draft.chat.template.render(
-                [{**_exchange(message, names), "role": message["role"]} for message in messages],
-                tools=_exchange(tools, names),
+                [{**exchange(message, names), "role": message["role"]} for message in messages],
+                tools=exchange(tools, names),
             )
         except RENDER_ERRORS:
             other = None
@@ -565,7 +552,7 @@ class ChatEncoder:
             raise RowRejected(Reason.CONTROL_TOKEN, f"the text spells the control token {found.group()!r}")
         return text
 
-    def _finish_text(self, draft: _Draft, tokens: _Tokens | RowRejected, results: list[Any]) -> None:
+    def _finish_text(self, draft: _Draft, tokens: Tokens | RowRejected, results: list[Any]) -> None:
         if isinstance(tokens, RowRejected):
             raise tokens
         ids = tokens.ids.tolist()
@@ -593,59 +580,7 @@ def _render(draft: _Draft) -> None:
     draft.text = draft.render.text
 
 
-def _mask(encoded: Encoded, drafts: Sequence[_Draft], encoder: BpeEncoder) -> list[_Tokens]:
-    """The tokens of each draft, those within its spans trained: for all drafts at once.
-
-    A token across a span's start is not trained, one across its end is, as in `token_at`.
-    """
-    places: list[int] = []
-    for draft in drafts:
-        places += byte_places(draft.text, [place for span in draft.spans for place in span])
-    counts = [2 * len(draft.spans) for draft in drafts]
-    bytes_ = np.array(places, np.int64) + np.repeat(encoded.texts, counts)
-    tokens = encoded.begins.searchsorted(bytes_)
-    across = encoded.begins[tokens] != bytes_
-    size = encoded.ids.size + 1
-    opened = np.bincount(tokens[::2], minlength=size) - np.bincount(tokens[1::2], minlength=size)
-    trained = np.cumsum(opened)[:-1] > 0
-    firsts, lasts = encoded.bounds()
-    trained[firsts] = False
-    labels = np.where(trained, encoded.ids, np.int32(IGNORE_INDEX))
-    before = np.concatenate([[0], np.cumsum(trained)])
-    supervised = (before[lasts] - before[firsts]).tolist()
-    made = []
-    ends = np.cumsum(counts).tolist()
-    odd = set(np.repeat(np.arange(len(drafts)), counts)[across].tolist())
-    for n, (draft, first, last) in enumerate(zip(drafts, firsts.tolist(), lasts.tolist(), strict=True)):
-        ids, own = encoded.ids[first:last], labels[first:last]
-        if draft.chat is None:
-            before_text, behind = encoder.around
-            ids = own = np.concatenate([before_text, ids, behind]).astype(np.int32)
-        notes = _across(across[ends[n] - counts[n] : ends[n]].tolist()) if n in odd else ()
-        made.append(_Tokens(ids, own, supervised[n], notes))
-    return made
-
-
-def _across(across: Sequence[bool]) -> list[Note]:
-    """The notes for the starts and ends of spans, in turn."""
-    kinds = itertools.cycle((Note.TOKEN_ACROSS_START, Note.TOKEN_ACROSS_END))
-    return [note for note, is_across in zip(kinds, across, strict=False) if is_across]
-
-
-def _difference(made: _Tokens | RowRejected, known: _Tokens | RowRejected) -> str:
-    """What of an example differs from what is known of it, "" for nothing."""
-    if isinstance(made, RowRejected) or isinstance(known, RowRejected):
-        return "outcome"
-    if not np.array_equal(made.ids, known.ids):
-        return "ids"
-    if made.supervised == 0 == known.supervised:
-        return ""  # plain text has no mask yet
-    if not np.array_equal(made.labels, known.labels):
-        return "mask"
-    return "" if list(made.notes) == list(known.notes) else "notes"
-
-
-def _finish(draft: _Draft, tokens: _Tokens | RowRejected, results: list[Any]) -> None:
+def _finish(draft: _Draft, tokens: Tokens | RowRejected, results: list[Any]) -> None:
     if isinstance(tokens, RowRejected):
         raise tokens
     assert draft.chat is not None
@@ -728,74 +663,6 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-_CONTROL_FORM = re.compile(r"<[|｜][^<>\s]+[|｜]>")
-
-
-class _Joins:
-    """Whether a text could be a part of a control token.
-
-    It ends or begins in one, or is within its sign; and where the template itself prints the beginning of
-    one, it may be any part.
-
-    Args:
-        control: The control tokens.
-        printed: The template's own texts.
-    """
-
-    def __init__(self, control: Iterable[str], printed: Iterable[str]) -> None:
-        tokens = [token for token in control if len(token) > 1]
-        self._heads = tuple({token[:n] for token in tokens for n in range(1, len(token))})
-        self._tails = tuple({token[n:] for token in tokens for n in range(1, len(token))})
-        self._within = {part for token in tokens for part in (token[1:-1], token[2:-2]) if part}
-        if any(text.endswith(self._heads) for text in printed):
-            self._within |= {
-                token[start:end]
-                for token in tokens
-                for start, end in itertools.combinations(range(len(token)), 2)
-            }
-        letters = {token[0] for token in tokens} | {token[-1] for token in tokens}
-        self._signs = any_of(letters)
-        self._length = max(map(len, tokens), default=0)
-
-    def may(self, text: str) -> bool:
-        text = text.strip()
-        if text in self._within:
-            return True
-        ends = text if len(text) <= 2 * self._length else text[: self._length] + text[-self._length :]
-        return self._signs.search(ends) is not None and (
-            text.endswith(self._heads) or text.startswith(self._tails)
-        )
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every key and text of a message or of tools, but the message's own keys and its role."""
-    if isinstance(value, dict) and "role" in value:
-        parts = [part for key, part in value.items() if key != "role"]
-        if all(isinstance(part, str) for part in parts):
-            return iter(parts)  # most messages; the walk through containers costs more than all else here
-        value = parts
-    return (leaf for leaf in leaves(value) if isinstance(leaf, str))
-
-
-def _exchange(value: Any, names: Mapping[str, str]) -> Any:
-    """The value with other names for some of its texts and keys."""
-    if isinstance(value, str):
-        return names.get(value, value)
-    if isinstance(value, Mapping):
-        return {_exchange(key, names): _exchange(part, names) for key, part in value.items()}
-    return [_exchange(part, names) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """Every text of a message that a template may print, except its role."""
-    yield message["content"]
-    for key in ("reasoning_content", "name", "tool_call_id"):
-        if key in message:
-            yield str(message[key])
-    if "tool_calls" in message:
-        yield to_json(message["tool_calls"], "tool_calls")
-
-
 def _check_unicode(text: str) -> None:
     try:
         text.encode()
@@ -803,41 +670,6 @@ def _check_unicode(text: str) -> None:
         raise RowRejected(
             Reason.LONE_SURROGATE, f"half a surrogate pair, \\u{ord(text[error.start]):04x}, is no text"
         ) from error
-
-
-def token_at(encoding: Any, place: int, length: int, *, trimmed: bool) -> tuple[int, bool]:
-    """The first token that begins at character `place` or behind it, and whether one lies across it.
-
-    So a token across a span's start is not trained, since the model is given a part of it; one across
-    its end is. Asks for single characters: the list of all offsets costs a tenth of the encoding.
-
-    Args:
-        encoding: Of `tokenizers`.
-        place: From 0 to `length`.
-        length: Of the text, in characters.
-        trimmed: Offsets may leave out the white space that a token begins with.
-    """
-    if place == length:
-        return len(encoding), False
-    token = encoding.char_to_token(place)
-    if token is None:
-        token = bisect_left(encoding.offsets, place, key=lambda offset: offset[0])
-    elif encoding.token_to_chars(token)[0] < place:
-        while token < len(encoding) and encoding.token_to_chars(token)[0] < place:
-            token += 1
-        return token, True
-    across = False
-    while trimmed and token < len(encoding) and _begin(encoding, token) < place:
-        across = encoding.token_to_chars(token)[1] > place
-        token += 1
-    return token, across
-
-
-def _begin(encoding: Any, token: int) -> int:
-    """Where a token begins whose place leaves out the spaces that it begins with."""
-    text: str = encoding.tokens[token]
-    begin: int = encoding.token_to_chars(token)[0]
-    return begin - len(text) + len(text.lstrip("Ġ"))
 
 
 def encode_chat(

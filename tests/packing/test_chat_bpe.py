@@ -512,12 +512,12 @@ def test_another_mask_is_named_and_not_remembered(tokenizer, monkeypatch):
     """A mask that differs is no fault of the tokenizer's: the run stops, the next may try again."""
     options = ChatOptions(chat_template=T["chatml"], encoder="tiktoken")
     encoder = ChatEncoder(tokenizer, options=options)
-    mask = encode._mask
+    mask = encode.by_bytes
 
     def shifted(*args):
         return [tokens._replace(labels=np.roll(tokens.labels, 1)) for tokens in mask(*args)]
 
-    monkeypatch.setattr(encode, "_mask", shifted)
+    monkeypatch.setattr(encode, "by_bytes", shifted)
     with pytest.raises(EncodersDiffer, match="other mask for"):
         encoder.encode_many([Conversation(messages=TALK)])
     assert ChatEncoder(tokenizer, options=options).encoder_report()["encoder"] == "tiktoken"
