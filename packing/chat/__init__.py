@@ -2,8 +2,9 @@
 
 messages -> in the template's dialect (`dialect`) -> rendered, with a place for each (`template`) -> trained
 spans, found and checked by what probes showed of the template (`probes`, `calibrate`, `spans`) -> ids and
-labels (`encode`), by tiktoken (`bpe`, built from `recipe`) where that is shown to be equal (`proof`). `audit`
-asks a template what decides whether training on it is right; `tokenizer` loads.
+labels (`encode`, `ids`), by tiktoken (`bpe`, built from `recipe`) where that is shown to be equal (`proof`).
+No text may spell a control token (`control`). `audit` asks a template what decides whether training on it is
+right; `tokenizer` loads.
 """
 
 from packing.chat.audit import Audit, Finding, audit
