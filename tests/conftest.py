@@ -18,6 +18,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 SHARED = Path(os.environ.get("PADFREE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a run remembers of tokenizers goes into no home, and no home decides what a test does."""
+    os.environ.setdefault("PADFREE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of real data, tokenizers and templates; the test is skipped where it is missing."""
