@@ -313,16 +313,16 @@ def compile_count(bench: Bench, note: Callable[[str, Any], None]) -> None:
         bench.wait()
         return time.perf_counter() - start
 
-    before = compilation.kept()
-    note("first step", {"seconds": step(0), "kernels_compiled": compilation.kept() - before})
-    before = compilation.kept()
+    before = compilation.count_cached()
+    note("first step", {"seconds": step(0), "kernels_compiled": compilation.count_cached() - before})
+    before = compilation.count_cached()
     samples = [step(seed) for seed in range(1, 4 if bench.dry else 51)]
     note(
         "further batches",
         {
             "batches": len(samples),
             "different_numbers_of_examples": len({len(bench.lengths(s)) for s in range(1, len(samples) + 1)}),
-            "kernels_compiled": compilation.kept() - before,
+            "kernels_compiled": compilation.count_cached() - before,
             "seconds": results.spread(samples),
         },
     )
@@ -369,11 +369,11 @@ def one_first_step(bench: Bench, rule: str, *, serially: bool) -> dict[str, floa
     model = build(wide_config(bench), "Qwen3_5ForCausalLM", device=bench.device).to(bench.dtype)
     bind(model, choose=convolution_too)
     batch = bench.batch(bench.lengths(0))
-    before, start = compilation.kept(), time.perf_counter()
+    before, start = compilation.count_cached(), time.perf_counter()
     with nullcontext() if serially else compilation.in_parallel():
         model(**batch).logits.float().square().mean().backward()
         bench.wait()
-    return {"seconds": time.perf_counter() - start, "kernels_compiled": compilation.kept() - before}
+    return {"seconds": time.perf_counter() - start, "kernels_compiled": compilation.count_cached() - before}
 
 
 def width(bench: Bench, note: Callable[[str, Any], None]) -> None:

@@ -47,7 +47,7 @@ from training.data import IGNORE_INDEX, MicroBatch, micro_batch
 from training.model import read_config
 from training.optim import clip, learning_rate, make_optimizer, set_learning_rate
 from training.parallel import World, join
-from training.train import build, evaluate, forward_backward, open_data
+from training.train import build, evaluate, forward_backward, open_data, precision
 from training.train import spread as spread_over_ranks
 
 CONFIGS = Path(__file__).with_name("configs")
@@ -192,8 +192,9 @@ def train(config: Config, *, world: World, steps: list[list[Any]], micro_batches
     """
     data, held_out = open_data(config, world)
     assert held_out is not None
-    root = build(config, read_config(config.model, vocabulary=data.vocabulary), world)
-    spread_over_ranks(root, config, world)
+    model_config, precise = read_config(config.model, vocabulary=data.vocabulary), precision(config, world)
+    root = build(config, model_config, device=world.device, precision=precise)
+    spread_over_ranks(root, config, world, precision=precise)
     optimizer = make_optimizer(root, optim=config.optim)
     before = evaluate(root, held_out, step=0, world=world)
     losses, norms, real, micro = [], [], 0, 0

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from training.config import Checkpoint, Config
 from training.errors import OptionError, OutputError, ResumeError, one_line, writing
-from training.lora import kept
+from training.lora import saved_part
 from training.metrics import FILE as METRICS
 from training.parallel import World
 
@@ -371,7 +371,7 @@ def _model_metadata(checkpoint: Path) -> dict[str, Any]:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
-        "model": kept(model, model.state_dict()),
+        "model": saved_part(model.state_dict()),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT),
     }
 

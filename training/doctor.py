@@ -358,10 +358,10 @@ class _Patient:
             model = self.build(config, architecture, kernels=self.kernels, dtype=self.dtype)
             self.layers[subject] = describe(model)
             lengths = (*_EDGES, _CAPACITY["cuda"] - sum(_EDGES))
-            before, start = compilation.kept(), time.perf_counter()
+            before, start = compilation.count_cached(), time.perf_counter()
             _step(model, _batch(model, lengths))
             torch.cuda.synchronize()
-            first, compiled = time.perf_counter() - start, compilation.kept() - before
+            first, compiled = time.perf_counter() - start, compilation.count_cached() - before
             detail = f"the first step took {first:.1f} s and compiled {compiled} kernels, the caches hold"
             detail += f" {before + compiled}"
             self.note(subject, "warm", "ok", detail, first_step_s=first, compiled=compiled, before=before)

@@ -65,20 +65,13 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def first_values(module: nn.Module, *, name: str) -> bool:
-    """Gives an adapter's half its first values, as PEFT does: the product of both is nothing.
-
-    Returns:
-        Whether the module of that name is one.
-    """
-    if not is_adapter(f"{name}."):
-        return False
-    assert isinstance(module, nn.Linear)
+def initialise(half: nn.Module, *, name: str) -> None:
+    """Gives the half of an adapter of that name its first values, as PEFT does: both's product is nothing."""
+    assert isinstance(half, nn.Linear)
     if ".lora_A." in f"{name}.":
-        nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+        nn.init.kaiming_uniform_(half.weight, a=math.sqrt(5))
     else:
-        nn.init.zeros_(module.weight)
-    return True
+        nn.init.zeros_(half.weight)
 
 
 def own_name(name: str) -> str:
@@ -86,7 +79,7 @@ def own_name(name: str) -> str:
     return name.replace(_BASE, "")
 
 
-def kept(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def saved_part(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of a model's state what a checkpoint holds: with adapters these alone."""
     adapters = {name: value for name, value in state.items() if is_adapter(name)}
     return adapters or dict(state)

@@ -25,7 +25,7 @@ from transformers import (
 
 from training.config import Model, Precision
 from training.errors import InputError, OptionError, one_line
-from training.lora import first_values, is_adapter, own_name
+from training.lora import initialise, is_adapter, own_name
 
 TINY: dict[str, dict[str, Any]] = {
     # Three gated-delta-net layers and one of attention: each kind of layer that Qwen3.5 has.
@@ -174,7 +174,9 @@ def materialise(module: nn.Module, *, model: PreTrainedModel, device: torch.devi
         name = names[child]
         torch.manual_seed((seed + zlib.crc32(name.encode())) % 2**63)
         with torch.no_grad():
-            if not first_values(child, name=name):
+            if is_adapter(f"{name}."):
+                initialise(child, name=name)
+            else:
                 model._init_weights(child)
         for key, tensor in own:
             if tensor.is_floating_point() and bool(tensor.isnan().any()):

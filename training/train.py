@@ -93,21 +93,21 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             done = trainer["step"]
 
         # The model: shapes first, kernels bound, then values and shards block by block.
-        root = build(config, model_config, world)
+        numbers = precision(config, world)
+        root = build(config, model_config, device=world.device, precision=numbers)
         summary = (
             f"{type(root.model).__name__}, {root.model.num_parameters():,} parameters, "
-            f"{precision(config, world)}, loss {root.kind}, {world.size} ranks on {world.device.type}, "
+            f"{numbers}, loss {root.kind}, {world.size} ranks on {world.device.type}, "
             f"step {done} to {last} of {steps}, {len(data.shards):,} buffers of {data.capacity:,} tokens"
         )
         operations = work(root.model)
         if dry_run:
             if world.chief:
-                numbers = precision(config, world)
                 bill = itemised(config, root.model, world=world, capacity=data.capacity, precision=numbers)
                 flops = most(operations, capacity=data.capacity)
                 print("\n".join([to_toml(config), summary, *bill, flops]))
             return
-        spread(root, config, world)
+        spread(root, config, world, precision=numbers)
         optimizer = make_optimizer(root, optim=config.optim)
         if config.model.weights and (config.lora.rank or not saved):  # a checkpoint may hold adapters alone
             load_weights(root.model, config.model.weights)
@@ -143,7 +143,8 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             upcoming = list(itertools.islice(stream, config.data.accumulation))
             for step in range(done, last):
                 # One step: read, forward and backward, clip, update.
-                profiler.before(step + 1)
+                taken = step + 1  # when it is done; its number, too
+                profiler.before(taken)
                 started, clock = time.perf_counter(), Stopwatch(world.device)
                 # Dropout is a function of (seed, step, rank), so a checkpoint holds no random state.
                 torch.manual_seed(step_seed(config.run.seed, step=step, rank=world.rank))
@@ -160,7 +161,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                 )
                 clock.mark()
                 patience = max(len(batches), SLOW if step == done else 1)
-                watchdog.at(step + 1, "forward and backward", times=patience)
+                watchdog.at(taken, "forward and backward", times=patience)
                 share = forward_backward(
                     root,
                     batches,
@@ -170,18 +171,18 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                     handshake=step == done,
                 )
                 # The next step's batches, while the device computes: this step's checkpoint is before them.
-                watchdog.at(step + 1, "reading the next step's data", times=patience)
+                watchdog.at(taken, "reading the next step's data", times=patience)
                 place, reading = data.state_dict(), time.perf_counter()
-                upcoming = list(itertools.islice(stream, config.data.accumulation if step + 1 < last else 0))
+                upcoming = list(itertools.islice(stream, config.data.accumulation if taken < last else 0))
                 waited = time.perf_counter() - reading if clock.idle() else 0.0
-                watchdog.at(step + 1, "waiting for the device and the other ranks", times=patience)
+                watchdog.at(taken, "waiting for the device and the other ranks", times=patience)
                 norm = clip(root.parameters(), limit=config.optim.clip)
                 clock.mark()
                 loss, signals = world.sum(float(share), bool(stop.name))  # waits for the device
                 finite = math.isfinite(loss) and math.isfinite(norm)
                 if not finite:
                     line = report_nonfinite(
-                        directory / "nonfinite", batches, step=step + 1, rank=world.rank, loss=loss, norm=norm
+                        directory / "nonfinite", batches, step=taken, rank=world.rank, loss=loss, norm=norm
                     )
                     if config.run.nonfinite == "stop":
                         raise NonFinite(f"{line}; run.nonfinite=skip leaves such steps out")
@@ -193,8 +194,8 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                     ids = [number for batch in batches for number in batch.example_ids]
                     ranks = world.gather({"rank": world.rank, "loss": mine, "example_ids": ids})
                     ranks.sort(key=lambda part: -part["loss"])
-                    metrics.spike({"step": step + 1, "loss": loss, "limit": limit, "ranks": ranks})
-                watchdog.at(step + 1, "updating the weights")
+                    metrics.spike({"step": taken, "loss": loss, "limit": limit, "ranks": ranks})
+                watchdog.at(taken, "updating the weights")
                 lr = learning_rate(step, schedule=config.schedule, steps=steps, peak=config.optim.lr)
                 set_learning_rate(optimizer, lr)
                 if finite:
@@ -205,7 +206,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                 seconds = time.perf_counter() - started
                 memory, reserved = world.peak_memory()
                 values = {
-                    "step": step + 1,
+                    "step": taken,
                     "loss": loss,
                     "grad_norm": norm,
                     "lr": lr,
@@ -230,11 +231,11 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                     values["mfu"] = model_flops / seconds / world.size / peak
                     values["hfu"] = hardware_flops / seconds / world.size / peak
                 metrics.train(values)
-                if found := profiler.after(step + 1, values=values):
+                if found := profiler.after(taken, values=values):
                     metrics.say(found)
 
                 # Now and then: the held-out part, a checkpoint.
-                taken, end = step + 1, step + 1 == last
+                end = taken == last
                 if held_out and (end or taken % config.eval.every == 0):
                     watchdog.at(taken, "evaluating", times=SLOW)
                     metrics.eval(evaluate(root, held_out, step=taken, world=world))
@@ -291,15 +292,17 @@ def open_data(config: Config, world: World) -> tuple[TrainingData, TrainingData 
     return data, TrainingData(shards, part=part, shuffle=False, **place)
 
 
-def build(config: Config, model_config: PretrainedConfig, world: World) -> SupervisedLoss:
+def build(
+    config: Config, model_config: PretrainedConfig, *, device: torch.device, precision: Precision
+) -> SupervisedLoss:
     """The model on meta, its kernels bound, under the loss.
 
     Raises:
         KernelError: a layer that can't be isolated here.
         OptionError: a loss or a recomputation that this model can't have.
     """
-    wanted, device = config.model, world.device
-    model = skeleton(model_config, precision=precision(config, world))
+    wanted = config.model
+    model = skeleton(model_config, precision=precision)
     chosen = {} if wanted.delta_rule == "auto" else {"delta rule": wanted.delta_rule}
     kernels.bind(model, kernels=wanted.kernels, device=device.type, choose=chosen)
     if config.lora.rank:
@@ -323,7 +326,7 @@ def build(config: Config, model_config: PretrainedConfig, world: World) -> Super
     return SupervisedLoss(model, kind=kind, chunk=wanted.loss_chunk)
 
 
-def spread(root: SupervisedLoss, config: Config, world: World) -> None:
+def spread(root: SupervisedLoss, config: Config, world: World, *, precision: Precision) -> None:
     """Gives the model random values and shards it over the ranks, block by block."""
     shard(
         root,
@@ -331,9 +334,9 @@ def spread(root: SupervisedLoss, config: Config, world: World) -> None:
         ends=ends(root.model),
         world=world,
         parallel=config.parallel,
-        precision=precision(config, world),
+        precision=precision,
         materialise=partial(materialise, model=root.model, device=world.device, seed=config.run.seed),
-        whole=whole if precision(config, world) != "fp32" else lambda _: set(),
+        whole=whole if precision != "fp32" else lambda _: set(),
     )
 
 

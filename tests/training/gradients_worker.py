@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from training.config import Config, load
 from training.model import read_config
 from training.parallel import World, join, make_mesh
-from training.train import build, evaluate, forward_backward, open_data, spread
+from training.train import build, evaluate, forward_backward, open_data, precision, spread
 
 
 def gradients(*configs: Config) -> list[dict[str, torch.Tensor]]:
@@ -26,8 +26,9 @@ def gradients(*configs: Config) -> list[dict[str, torch.Tensor]]:
 
 def gradient(config: Config, world: World) -> dict[str, torch.Tensor]:
     data, held_out = open_data(config, world)
-    root = build(config, read_config(config.model, vocabulary=data.vocabulary), world)
-    spread(root, config, world)
+    model_config, numbers = read_config(config.model, vocabulary=data.vocabulary), precision(config, world)
+    root = build(config, model_config, device=world.device, precision=numbers)
+    spread(root, config, world, precision=numbers)
     batches = list(itertools.islice(data.stream(), data.micro_batches(epochs=1)))
     (count,) = world.sum(sum(batch.supervised_tokens for batch in batches))
     share = forward_backward(

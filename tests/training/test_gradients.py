@@ -129,7 +129,8 @@ def test_compiled_are_the_layers_each_by_itself(shards: Path, tmp_path: Path) ->
     """Every decoder layer and nothing else: a graph of its own that the next layers reuse."""
     config = configuration(tmp_path, shards, "model.compile=layers")
     with join(config.parallel) as world:
-        root = build(config, read_config(config.model, vocabulary=VOCABULARY), world)
+        model_config = read_config(config.model, vocabulary=VOCABULARY)
+        root = build(config, model_config, device=world.device, precision="fp32")
         compiled = [module for module in root.modules() if module._compiled_call_impl is not None]
         assert compiled == blocks(root.model)
         assert len(compiled) == 4
@@ -160,8 +161,9 @@ def test_all_tail_buffers_contribute_nothing(shards: Path, tmp_path: Path) -> No
     """A step of nothing but tail: loss 0, every gradient exactly 0.0, nothing NaN; and no token counted."""
     config = configuration(tmp_path, shards)
     with join(config.parallel) as world:
-        root = build(config, read_config(config.model, vocabulary=VOCABULARY), world)
-        spread(root, config, world)
+        model_config = read_config(config.model, vocabulary=VOCABULARY)
+        root = build(config, model_config, device=world.device, precision="fp32")
+        spread(root, config, world, precision="fp32")
         tail = PackedDataset(shards)[None]
         batch = micro_batch(collate([tail]), [tail])
         assert (batch.real_tokens, batch.supervised_tokens, batch.buffers) == (0, 0, 1)

@@ -145,11 +145,11 @@ def test_kernels_in_the_caches_are_counted(tmp_path: Path, monkeypatch: pytest.M
     """One for each of triton's cubins and tilelang's libraries; a folder that is not there holds none."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "tilelang"))
-    assert compilation.kept() == 0
+    assert compilation.count_cached() == 0
     for file in ("triton/A/k.cubin", "triton/A/k.json", "triton/B/k.cubin", "tilelang/0.1/C/executable.so"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    assert compilation.kept() == 3
+    assert compilation.count_cached() == 3
 
 
 def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,14 @@ proof.isolation(model, …)       replace one example: nothing else moves
 
 from training.kernels.binding import CHOICES, Row, bind, describe, unbind
 from training.kernels.contract import KernelError, make_batch, with_chunk_indices
-from training.kernels.handshake import check_batch, handshake
+from training.kernels.handshake import check_boundaries, handshake
 
 __all__ = [
     "CHOICES",
     "KernelError",
     "Row",
     "bind",
-    "check_batch",
+    "check_boundaries",
     "describe",
     "handshake",
     "make_batch",

@@ -55,7 +55,7 @@ def _cores() -> int:
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def kept() -> int:
+def count_cached() -> int:
     """How many compiled kernels the caches of triton and tilelang hold on disk."""
     home = Path.home()
     triton = Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))

@@ -47,19 +47,19 @@ class Family:
         architecture: The class in transformers.
         model_type: Of its configuration.
         mixes: How its layers mix tokens, for the table.
+        experts: Whether it routes tokens to experts.
         tiny: Arguments of a configuration small enough for a CPU.
         heads: Arguments on top of `tiny` with head sizes as published models have them, which is what
             the kernels of CUDA are made for.
-        experts: Whether it routes tokens to experts.
     """
 
     name: str
     architecture: str
     model_type: str
     mixes: str
+    experts: bool
     tiny: Mapping[str, Any] = field(repr=False)
     heads: Mapping[str, Any] = field(repr=False)
-    experts: bool = False
 
 
 _SIZES: dict[str, Any] = {
@@ -126,60 +126,63 @@ _GPT_OSS = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
-_TABLE: tuple[tuple[str, str, str, str, Mapping[str, Any], Mapping[str, Any]], ...] = (
-    ("Qwen3.5", "Qwen3_5ForCausalLM", "qwen3_5_text", _GDN, {**_HYBRID, "head_dim": 8}, _GDN_HEADS),
+_TABLE: tuple[tuple[str, str, str, str, bool, Mapping[str, Any], Mapping[str, Any]], ...] = (
+    ("Qwen3.5", "Qwen3_5ForCausalLM", "qwen3_5_text", _GDN, False, {**_HYBRID, "head_dim": 8}, _GDN_HEADS),
     (
-        "Qwen3.5, multimodal class with text", "Qwen3_5ForConditionalGeneration", "qwen3_5", _GDN,
+        "Qwen3.5, multimodal class with text", "Qwen3_5ForConditionalGeneration", "qwen3_5", _GDN, False,
         _MULTIMODAL, {"text_config": {**_MULTIMODAL["text_config"], **_GDN_HEADS}},
     ),
-    ("Qwen3.5-MoE", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _GDN, {**_HYBRID, **_SHARED}, _GDN_HEADS),
+    (
+        "Qwen3.5-MoE", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _GDN, True,
+        {**_HYBRID, **_SHARED}, _GDN_HEADS,
+    ),
     (
         "Qwen3.5-MoE, multimodal class with text", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", _GDN,
-        _MULTIMODAL_EXPERTS, {"text_config": {**_MULTIMODAL_EXPERTS["text_config"], **_GDN_HEADS}},
+        True, _MULTIMODAL_EXPERTS, {"text_config": {**_MULTIMODAL_EXPERTS["text_config"], **_GDN_HEADS}},
     ),
-    ("Qwen3-Next", "Qwen3NextForCausalLM", "qwen3_next", _GDN, {**_HYBRID, **_SHARED}, _GDN_HEADS),
-    ("OLMo-hybrid", "OlmoHybridForCausalLM", "olmo_hybrid", _GDN, _HYBRID, _OLMO_HEADS),
+    ("Qwen3-Next", "Qwen3NextForCausalLM", "qwen3_next", _GDN, True, {**_HYBRID, **_SHARED}, _GDN_HEADS),
+    ("OLMo-hybrid", "OlmoHybridForCausalLM", "olmo_hybrid", _GDN, False, _HYBRID, _OLMO_HEADS),
     (
-        "Kimi-linear", "KimiLinearForCausalLM", "kimi_linear", "Kimi delta attention, latent attention",
+        "Kimi-linear", "KimiLinearForCausalLM", "kimi_linear", "Kimi delta attention, latent attention", True,
         _KIMI, _KIMI_HEADS,
     ),
-    ("Bamba", "BambaForCausalLM", "bamba", _SSD, {**_MAMBA, "attn_layer_indices": [1]}, _MAMBA_HEADS),
+    ("Bamba", "BambaForCausalLM", "bamba", _SSD, False, {**_MAMBA, "attn_layer_indices": [1]}, _MAMBA_HEADS),
     (
-        "Falcon-H1", "FalconH1ForCausalLM", "falcon_h1", _SSD,
+        "Falcon-H1", "FalconH1ForCausalLM", "falcon_h1", _SSD, False,
         {**_MAMBA, "mamba_d_ssm": 64}, {**_MAMBA_HEADS, "mamba_d_ssm": 512},
     ),
     (
-        "Granite-MoE-hybrid", "GraniteMoeHybridForCausalLM", "granitemoehybrid", _SSD, _GRANITE, _MAMBA_HEADS,
+        "Granite-MoE-hybrid", "GraniteMoeHybridForCausalLM", "granitemoehybrid", _SSD, True,
+        _GRANITE, _MAMBA_HEADS,
     ),
-    ("Nemotron-H", "NemotronHForCausalLM", "nemotron_h", _SSD, _NEMOTRON, _NEMOTRON_HEADS),
-    ("LFM2", "Lfm2ForCausalLM", "lfm2", "short convolution, attention", _LFM2, _WIDE),
+    ("Nemotron-H", "NemotronHForCausalLM", "nemotron_h", _SSD, True, _NEMOTRON, _NEMOTRON_HEADS),
+    ("LFM2", "Lfm2ForCausalLM", "lfm2", "short convolution, attention", False, _LFM2, _WIDE),
     (
-        "LFM2-MoE", "Lfm2MoeForCausalLM", "lfm2_moe", "short convolution, attention",
+        "LFM2-MoE", "Lfm2MoeForCausalLM", "lfm2_moe", "short convolution, attention", True,
         {**_LFM2, **_EXPERTS, "num_dense_layers": 1}, _WIDE,
     ),
-    ("Llama", "LlamaForCausalLM", "llama", "attention", _TWO, _HEAD_128),
-    ("Qwen2", "Qwen2ForCausalLM", "qwen2", "attention", _TWO, _WIDE),
-    ("Qwen3", "Qwen3ForCausalLM", "qwen3", "attention", {**_TWO, "head_dim": 8}, _HEAD_128),
+    ("Llama", "LlamaForCausalLM", "llama", "attention", False, _TWO, _HEAD_128),
+    ("Qwen2", "Qwen2ForCausalLM", "qwen2", "attention", False, _TWO, _WIDE),
+    ("Qwen3", "Qwen3ForCausalLM", "qwen3", "attention", False, {**_TWO, "head_dim": 8}, _HEAD_128),
     (
-        "Qwen3-MoE", "Qwen3MoeForCausalLM", "qwen3_moe", "attention", {**_TWO, **_EXPERTS, "head_dim": 8},
-        _HEAD_128,
+        "Qwen3-MoE", "Qwen3MoeForCausalLM", "qwen3_moe", "attention", True,
+        {**_TWO, **_EXPERTS, "head_dim": 8}, _HEAD_128,
     ),
-    ("Gemma 3", "Gemma3ForCausalLM", "gemma3_text", _SWA, _ALTERNATING, {**_HEAD_256, **_WINDOW_1024}),
-    ("Mistral", "MistralForCausalLM", "mistral", _SWA, _WINDOW, {**_HEAD_128, **_WINDOW_1024}),
+    ("Gemma 3", "Gemma3ForCausalLM", "gemma3_text", _SWA, False, _ALTERNATING, {**_HEAD_256, **_WINDOW_1024}),
+    ("Mistral", "MistralForCausalLM", "mistral", _SWA, False, _WINDOW, {**_HEAD_128, **_WINDOW_1024}),
     (
-        "gpt-oss", "GptOssForCausalLM", "gpt_oss", "attention with sliding window and sinks",
+        "gpt-oss", "GptOssForCausalLM", "gpt_oss", "attention with sliding window and sinks", True,
         _GPT_OSS, _HEAD_64,
     ),
-    ("Phi", "PhiForCausalLM", "phi", "attention", _TWO, {**_WIDE, "hidden_size": 320}),
-    ("Phi-3", "Phi3ForCausalLM", "phi3", "attention", _TWO, {**_WIDE, "hidden_size": 384}),
+    ("Phi", "PhiForCausalLM", "phi", "attention", False, _TWO, {**_WIDE, "hidden_size": 320}),
+    ("Phi-3", "Phi3ForCausalLM", "phi3", "attention", False, _TWO, {**_WIDE, "hidden_size": 384}),
 )  # fmt: skip
-_ROUTED = {"Kimi-linear", "Granite-MoE-hybrid", "Nemotron-H", "gpt-oss"}
 FAMILIES = tuple(
     Family(
-        name=name, architecture=architecture, model_type=model_type, mixes=mixes, tiny=tiny, heads=heads,
-        experts="MoE" in name or "Next" in name or name in _ROUTED,
+        name=name, architecture=architecture, model_type=model_type, mixes=mixes, experts=experts, tiny=tiny,
+        heads=heads,
     )
-    for name, architecture, model_type, mixes, tiny, heads in _TABLE
+    for name, architecture, model_type, mixes, experts, tiny, heads in _TABLE
 )  # fmt: skip
 ARCHITECTURES = frozenset(family.architecture for family in FAMILIES)
 

@@ -29,7 +29,7 @@ def handshake(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
             on entering it: the batch contradicts itself.
     """
     binding_of(model)
-    lengths = check_batch(batch)
+    lengths = check_boundaries(batch)
     due = _due(model.get_decoder())
     tape = record.Tape()
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def _compare(tape: record.Tape, due: set[tuple[str, str]], lengths: list[int]) -
         )
 
 
-def check_batch(batch: Mapping[str, Any]) -> list[int]:
+def check_boundaries(batch: Mapping[str, Any]) -> list[int]:
     """The lengths of a batch, after checking that all of its boundaries say the same. Syncs on CUDA.
 
     Raises:
