@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,34 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+_PLAIN = ("F64", "F32", "F16", "BF16")
+"""What safetensors calls the types whose numbers are the weights themselves."""
+_QUANTIZED = "the weights are quantized, and training takes plain ones: give the model's bf16 weights"
+
+
 def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
     """The text model's configuration. The built-in tiny ones take the shards' vocabulary.
 
     Raises:
-        InputError: no such file, or no configuration of a language model that transformers knows.
+        InputError: no such file, no configuration of a language model that transformers knows, or one of a
+            quantized model.
     """
     place = model.weights or model.config
     if place in TINY:
         return AutoConfig.for_model(**TINY[place], vocab_size=vocabulary)
     if not Path(place).exists():  # transformers would ask the Hub
         raise InputError(f"{place}: no such file or directory; built in are {', '.join(TINY)}")
-    text: PretrainedConfig = saved_config(place).get_text_config()
+    config = saved_config(place)
+    text: PretrainedConfig = config.get_text_config()
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"{place}: transformers has no causal language model for {text.model_type}")
+    for key, part in itertools.product(("quantization_config", "compression_config"), (config, text)):
+        if found := getattr(part, key, None):
+            method = found.get("quant_method") if isinstance(found, dict) else type(found).__name__
+            raise InputError(
+                f"{place}: its weights are quantized ({key}: {method}), and training takes plain ones: "
+                "give the model's bf16 weights, or write such with transformers' dequantize()"
+            )
     return text
 
 
@@ -188,17 +203,22 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
     """Reads safetensors straight into the shards: each rank reads its own slices alone.
 
     Raises:
-        InputError: no safetensors, damaged ones, or a parameter that they do not hold in that shape.
+        InputError: no safetensors, damaged ones, a parameter that they do not hold in that shape, or one
+            whose numbers are not the weight itself: quantized, scaled or with a bias that the model has not.
     """
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise InputError(f"{directory}: no *.safetensors files to load weights from")
+    types: dict[str, str] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt"):  # reads the header, and the file's length against it
-                pass
+            with safe_open(file, framework="pt") as opened:  # reads the header, and the length against it
+                types |= {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise InputError(f"{file}: damaged or cut off: {error}; download it again") from error
+    # Types that torch's reader has no name for, as F4 and F8_E8M0, would end it with a KeyError.
+    if odd := [key for key, kind in types.items() if kind.startswith("F") and kind not in _PLAIN]:
+        raise InputError(f"{directory}: {odd[0]} is stored as {types[odd[0]]}: {_QUANTIZED}")
     reader = HuggingFaceStorageReader(directory)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     tied = {name for name, tensor in model.named_parameters(remove_duplicate=False)} - {
@@ -218,6 +238,8 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
                     f"{directory}: {found} is of {list(stored[found].size)} in the safetensors, of "
                     f"{list(tensor.size())} by config.json: one of them belongs to another model"
                 )
+            if tensor.is_floating_point() and types[found] not in _PLAIN:
+                raise InputError(f"{directory}: {found} is stored as {types[found]}: {_QUANTIZED}")
             wanted[found] = tensor
         elif full_name not in tied:
             missing.append(name)
@@ -226,7 +248,26 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
             f"{directory}: {len(missing)} of {len(wanted) + len(missing)} parameters of "
             f"{type(model).__name__} are not in the safetensors, among them {missing[0]}"
         )
+    _check_all_taken(types.keys() - wanted.keys(), taken=wanted.keys(), model=model, directory=directory)
     load_tensors(wanted, storage_reader=reader)
+
+
+def _check_all_taken(left: Set[str], *, taken: Set[str], model: PreTrainedModel, directory: str) -> None:
+    """Nothing is left that lies beside a parameter that was taken: a scale, or a bias that changes it.
+
+    What is left elsewhere, such as a vision tower or heads of several tokens, changes no weight that trains.
+
+    Raises:
+        InputError: names the first.
+    """
+    beside = {name.rpartition(".")[0] for name in taken} | taken
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    for key in sorted(left):
+        if key.rpartition(".")[0] in beside and not any(re.search(pattern, key) for pattern in ignored):
+            raise InputError(
+                f"{directory}: {key} is in the safetensors, and {type(model).__name__} by config.json has no "
+                f"place for it: either it belongs to another model, or {_QUANTIZED}"
+            )
 
 
 def ends(model: PreTrainedModel) -> list[nn.Module]:

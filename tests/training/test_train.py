@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from running import launch, losses, wait_for
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_shards import CAPACITY, VOCABULARY, examples, some_shards, write_shards
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -301,6 +301,35 @@ def test_bad_model_is_refused(
     refused(words(*here), capsys, "model.safetensors", "damaged or cut off")
     refused(words("parallel.device=cuda"), capsys, "no GPU", "parallel.device=cpu")
     refused(words("model.loss=liger"), capsys, "model.loss=plain")
+
+
+def test_weights_that_are_not_plain_numbers_are_refused(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Quantized by config.json, by the stored type, or by a scale beside a weight; also a bias too many."""
+    Qwen3ForCausalLM(tiny_qwen3()).save_pretrained(tmp_path / "weights")
+    file, config = (tmp_path / "weights" / name for name in ("model.safetensors", "config.json"))
+    plain = load_file(file)
+    here = (f"model.weights={tmp_path / 'weights'}", "model.config=", "schedule.steps=1")
+    name = "model.layers.1.mlp.up_proj"
+    weight = plain[f"{name}.weight"]
+    for change, parts in (
+        ({f"{name}.weight": weight.to(torch.float8_e4m3fn)}, (f"{name}.weight", "F8_E4M3", "quantized")),
+        ({f"{name}.weight": weight.to(torch.int8)}, (f"{name}.weight", "I8", "quantized")),
+        ({f"{name}.weight_scale_inv": torch.ones(1, 1)}, (f"{name}.weight_scale_inv", "quantized")),
+        ({f"{name}.SCB": torch.ones(64)}, (f"{name}.SCB", "quantized")),
+        ({f"{name}.weight.absmax": torch.ones(64)}, (f"{name}.weight.absmax", "quantized")),
+        ({"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}, ("q_proj.bias", "another model")),
+    ):
+        save_file(plain | change, file, metadata={"format": "pt"})
+        refused(words(*here), capsys, *parts)
+    left = {"visual.blocks.0.weight_scale": torch.ones(1), "mtp.fc.weight": torch.ones(1)}
+    save_file(plain | left, file, metadata={"format": "pt"})
+    assert main(words(*here, run="plain")) == 0
+    for key in ("quantization_config", "compression_config"):
+        saved = json.loads(config.read_text()) | {key: {"quant_method": "fp8"}}
+        (tmp_path / "other.json").write_text(json.dumps(saved))
+        refused(words(f"model.config={tmp_path / 'other.json'}"), capsys, "quantized", key, "fp8")
 
 
 def test_wrong_resume_is_refused(
