@@ -339,14 +339,17 @@ def _is_text(data: bytes) -> bool:
 # What was found out, kept between runs.
 
 
-def cache_folder() -> Path:
-    """$PADFREE_CACHE, or the user's cache folder for padfree."""
+def cache_folder() -> Path | None:
+    """$PADFREE_CACHE, or the user's cache folder for padfree; None for a user who has no home."""
     if own := os.environ.get("PADFREE_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "padfree"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "padfree"
+    except RuntimeError:  # a container's user id that no passwd file knows, and no $HOME
+        return None
 
 
-def _file(digest: str) -> Path:
+def _file(digest: str) -> Path | None:
     """Another code, library or table of Unicode has another file: their verdicts say nothing of these."""
     of = hashlib.sha256(digest.encode())
     for module in ("recipe.py", "bpe.py", "proof.py"):
@@ -356,24 +359,39 @@ def _file(digest: str) -> Path:
             [version("tiktoken"), version("tokenizers"), unicodedata.unidata_version, sys.version]
         ).encode()
     )
-    return cache_folder() / f"encoder-{of.hexdigest()[:32]}.json"
+    folder = cache_folder()
+    return folder and folder / f"encoder-{of.hexdigest()[:32]}.json"
+
+
+def _seal(said: Any, *, name: str) -> str:
+    """Of what a file says, and of its name: no flipped bit and no other tokenizer's file is believed."""
+    return hashlib.sha256(f"{name} {json.dumps(said, sort_keys=True)}".encode()).hexdigest()
 
 
 def _recall(digest: str) -> Verdict | None:
+    if (file := _file(digest)) is None:
+        return None
     try:
-        return replace(Verdict(**json.loads(_file(digest).read_text("utf-8"))), remembered=True)
-    except (OSError, ValueError, TypeError):
+        kept = json.loads(file.read_text("utf-8"))
+        said, seal = kept["verdict"], kept["digest"]
+    except (OSError, ValueError, TypeError, KeyError):
         return None  # not there, cut off, or not ours
+    return replace(Verdict(**said), remembered=True) if seal == _seal(said, name=file.name) else None
 
 
 def _remember(digest: str, verdict: Verdict) -> None:
-    """Best effort: a home that can't be written costs the next run the same seconds again."""
-    file = _file(digest)
-    said = {name: getattr(verdict, name) for name in ("why_not", "dropped", "seconds")}
+    """Best effort: a home that can't be written, or none, costs the next run the same seconds again."""
+    if (file := _file(digest)) is None:
+        return
+    said = {
+        "why_not": verdict.why_not,
+        "dropped": list(verdict.dropped),
+        "seconds": verdict.seconds,
+    }
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as new:
-            json.dump(said, new)
+            json.dump({"verdict": said, "digest": _seal(said, name=file.name)}, new)
         os.replace(new.name, file)
 
 

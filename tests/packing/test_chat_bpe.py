@@ -577,8 +577,10 @@ def test_a_verdict_is_remembered_until_anything_changes(tokenizer, encoder, monk
     monkeypatch.setattr(proof, "_prove_corpus", lambda *args: None)
     file = proof._file(tokenizer_digest(tokenizer))
     whole = file.read_text()
-    file.write_text(whole[: len(whole) // 2])
-    assert not build(backend)[1].remembered
+    for damaged in (whole[: len(whole) // 2], whole.replace('"dropped": [', '"dropped": ["Ġthe", '), "null"):
+        assert damaged != whole
+        file.write_text(damaged)
+        assert not build(backend)[1].remembered
     assert build(backend)[1].remembered
     with monkeypatch.context() as patch:
         patch.setattr(proof, "version", lambda package: "0.0.1")
@@ -586,6 +588,39 @@ def test_a_verdict_is_remembered_until_anything_changes(tokenizer, encoder, monk
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
     assert build(backend)[0] is not None  # what can't be kept is found out again
+
+
+def test_no_damaged_verdict_is_believed(cache):
+    """Any flipped bit of the file, or another tokenizer's file under its name, is as if it were not there."""
+    verdict = proof.Verdict(why_not="it has whiskers", dropped=["a", "Ġb"], seconds=1.25)
+    proof._remember("flipped", verdict)
+    file = proof._file("flipped")
+    whole = file.read_bytes()
+    known = proof.replace(verdict, remembered=True)
+    assert proof._recall("flipped") == known
+    lost = 0
+    for place in range(len(whole)):
+        for bit in (1, 4):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            found = proof._recall("flipped")
+            assert found in (None, known)  # of a blank between two values nothing depends
+            lost += found is None
+    assert lost > len(whole)
+    proof._file("other").write_bytes(whole)
+    assert proof._recall("other") is None
+
+
+def test_a_user_without_a_home_is_served(monkeypatch):
+    """No $HOME and a user id that no passwd file knows: nothing is remembered, and encoding goes on."""
+    for name in ("PADFREE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # raises KeyError
+    monkeypatch.setattr(proof, "_prove_classes", lambda recipe: None)  # these two take seconds
+    monkeypatch.setattr(proof, "_prove_corpus", lambda *args: None)
+    for _ in range(2):
+        built, verdict = build(Tokenizer.from_str(json.dumps(STATE)))
+        assert built is not None
+        assert not verdict.remembered
 
 
 def test_many_writers_leave_one_whole_verdict(cache):
