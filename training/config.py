@@ -154,7 +154,7 @@ class Schedule:
     steps: int = 0
     """Steps from the first to the last; 0 takes them from `epochs`."""
     epochs: int = 1
-    """Passes over the data, where `steps` is 0, rounded up to a whole step."""
+    """Passes over the data, where `steps` is 0; the last step of each takes what is left of it."""
     warmup: int = 0
     """Steps in which the learning rate rises from nothing to its peak."""
     decay: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -124,9 +126,9 @@ class TrainingData:
             return self._words
         return 1 + max(int(self.shards[number].input_ids.max()) for number in range(len(self.shards)))
 
-    def micro_batches(self, *, epochs: int) -> int:
-        """Micro-batches that each rank gets in so many epochs."""
-        return epochs * len(self._loader)
+    def steps_of_epoch(self, *, accumulation: int) -> int:
+        """How many steps of so many micro-batches a rank an epoch has; the last may have fewer."""
+        return math.ceil(len(self._loader) / accumulation)
 
     def check_ranks(self) -> None:
         """Refuses more ranks than buffers: some would never see an example.
@@ -165,10 +167,16 @@ class TrainingData:
                 f"positions: pack with --capacity {positions} or less"
             )
 
-    def stream(self) -> Iterator[MicroBatch]:
-        """Epoch after epoch without end, from where the state is."""
+    def steps(self, *, accumulation: int) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each step, epoch after epoch without end, from where the state is.
+
+        An epoch's last step takes what is left, nothing of the next epoch. So the buffers of a step depend on
+        the product of buffers, ranks and accumulation alone, and a run may go on with another split of it.
+        """
         while True:
-            yield from self.epoch()
+            epoch = self.epoch()
+            while batches := list(itertools.islice(epoch, accumulation)):
+                yield batches
 
     def epoch(self) -> Iterator[MicroBatch]:
         """The rest of the loader's epoch, or the next one."""

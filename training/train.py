@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -71,8 +70,9 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         model_config = read_config(config.model, vocabulary=vocabulary)
         for part in parts:
             part.check_model(model_config, vocabulary=vocabulary)
-        steps = config.schedule.steps or -(
-            -data.micro_batches(epochs=config.schedule.epochs) // config.data.accumulation
+        accumulation = config.data.accumulation
+        steps = config.schedule.steps or (
+            config.schedule.epochs * data.steps_of_epoch(accumulation=accumulation)
         )
         last = min(steps, config.run.steps or steps)
 
@@ -139,8 +139,8 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             peak = peak_flops(world.device)
             share_full, share_mixing = recomputed(config, layers=len(blocks(root.model)))
             spikes = Spikes(config.run.spike)
-            stream = data.stream()
-            upcoming = list(itertools.islice(stream, config.data.accumulation))
+            stream = data.steps(accumulation=accumulation)
+            upcoming = next(stream)
             for step in range(done, last):
                 # One step: read, forward and backward, clip, update.
                 taken = step + 1  # when it is done; its number, too
@@ -173,7 +173,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                 # The next step's batches, while the device computes: this step's checkpoint is before them.
                 watchdog.at(taken, "reading the next step's data", times=patience)
                 place, reading = data.state_dict(), time.perf_counter()
-                upcoming = list(itertools.islice(stream, config.data.accumulation if taken < last else 0))
+                upcoming = next(stream) if taken < last else []
                 waited = time.perf_counter() - reading if clock.idle() else 0.0
                 watchdog.at(taken, "waiting for the device and the other ranks", times=patience)
                 norm = clip(root.parameters(), limit=config.optim.clip)

@@ -1,6 +1,5 @@
 """Run under torchrun as `gradients_worker.py SHARDS OUT`: rank 0 saves whole gradients of one step."""
 
-import itertools
 import os
 import sys
 from dataclasses import replace
@@ -29,7 +28,7 @@ def gradient(config: Config, world: World) -> dict[str, torch.Tensor]:
     model_config, numbers = read_config(config.model, vocabulary=data.vocabulary), precision(config, world)
     root = build(config, model_config, device=world.device, precision=numbers)
     spread(root, config, world, precision=numbers)
-    batches = list(itertools.islice(data.stream(), data.micro_batches(epochs=1)))
+    batches = list(data.epoch())
     (count,) = world.sum(sum(batch.supervised_tokens for batch in batches))
     share = forward_backward(
         root,

@@ -70,12 +70,13 @@ def test_a_run_directory_tells_all(words: Callable[..., list[str]], tmp_path: Pa
 
 
 def test_steps_of_epochs_and_an_early_stop(words: Callable[..., list[str]], tmp_path: Path) -> None:
-    """Without schedule.steps the epochs decide, rounded up; run.steps stops early on the same schedule."""
+    """Without schedule.steps the epochs decide, each rounded up; run.steps stops on the same schedule."""
     epochs = ("schedule.steps=0", "schedule.epochs=2", "data.accumulation=5", "model.checkpointing=0")
     assert main(words(*epochs, "run.steps=2")) == 0
     assert main(words(*epochs, flags=("--resume",))) == 0
     lines = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]  # 2 x 12 buffers, 5 a step
+    assert [line["buffers"] for line in lines] == [5, 5, 2, 5, 5, 2]  # 2 x 12 buffers, 5 a step
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[-1]["lr"] < lines[2]["lr"] == 5e-3
 
 
