@@ -177,26 +177,40 @@ def materialise(module: nn.Module, *, model: PreTrainedModel, device: torch.devi
         OptionError: the model's own initialisation leaves a parameter or buffer without value.
     """
     names = {child: name for name, child in model.named_modules()}
-    for child in module.modules():
-        own = [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]
-        if not any(tensor.is_meta for _, tensor in own):
-            continue
+    fresh = {child for child in module.modules() if any(tensor.is_meta for _, tensor in _own(child))}
+    for child in fresh:
         child.to_empty(device=device, recurse=False)
-        own = [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]
-        for _, tensor in own:
+        for _, tensor in _own(child):
             if tensor.is_floating_point():
                 tensor.data.fill_(torch.nan)
-        name = names[child]
+    # As transformers goes about it, a module after all that it holds: some give their children's weights.
+    for child in reversed(list(module.modules())):
+        name = names.get(child)
+        if name is None or fresh.isdisjoint(child.modules()):
+            continue
         torch.manual_seed((seed + zlib.crc32(name.encode())) % 2**63)
         with torch.no_grad():
-            if is_adapter(f"{name}."):
+            if child in fresh and is_adapter(f"{name}."):
                 initialise(child, name=name)
             else:
                 model._init_weights(child)
-        for key, tensor in own:
-            if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                raise OptionError(f"{type(model).__name__} gives {name}.{key} no initial value")
+    ready = [
+        (f"{names[child]}.{key}", tensor)
+        for child in fresh
+        for key, tensor in child.named_parameters(recurse=False)
+    ]
+    # The whole model comes last: only then has a decoder given its layers the buffers that are for all alike.
+    if model in module.modules():
+        ready += model.named_buffers()
+    for name, tensor in ready:
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise OptionError(f"{type(model).__name__} gives {name} no initial value")
     model.tie_weights()
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers that are a module's own, not its children's."""
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
 def load_weights(model: PreTrainedModel, directory: str) -> None:
