@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from packing.chat import ChatEncoder, ChatOptions, Note, encode_chat, load_tokenizer, tokenizer_digest
+from packing.chat.tokenizer import difference
 from packing.errors import InputError, OptionError, Reason, RowRejected, TemplateError
 from packing.example import IGNORE_INDEX, Conversation, make_example
 from packing.sample import TOKENIZER
@@ -500,6 +502,91 @@ def test_a_tokenizer_is_loaded_as_its_file_says(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "from_pretrained", lambda *_a, **_k: broken)
     with pytest.raises(TemplateError, match=r"other ids than its tokenizer\.json"):
         load_tokenizer(str(tmp_path))
+
+
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+"""The one pattern that transformers' Qwen2Tokenizer knows, whatever the file says."""
+
+
+def changed_tokenizer(folder, *, pattern=QWEN2, config=None, merges=True, **first):
+    """The sample's tokenizer as one of Qwen's kind, with other parts; the folder, and what the file says."""
+    state = json.loads((TOKENIZER / "tokenizer.json").read_text("utf-8"))
+    state["normalizer"] = {"type": "NFC"}
+    state["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    state["model"] |= {"continuing_subword_prefix": "", "end_of_word_suffix": "", "ignore_merges": not merges}
+    state["model"]["vocab"] |= {"zqzqzq": 5000, "'ss": 5001, "12": 5002}
+    state["model"]["merges"] = [["'s", "s"], ["1", "2"], *state["model"]["merges"], ["'", "s"]]
+    state["model"]["vocab"].setdefault("'s", 5003)
+    state["added_tokens"][0] |= first
+    settings = json.loads((TOKENIZER / "tokenizer_config.json").read_text("utf-8")) | (config or {})
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder, Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def alike(loaded, reference):
+    texts = ["it'ss e\u0301 it's zqzqzq", "zqzqzq", "a <|endoftext|>b\n\n <|im_end|>  c 123!?\n"]
+    return [loaded.encode(text, add_special_tokens=False) for text in texts] == [
+        reference.encode(text, add_special_tokens=False).ids for text in texts
+    ]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pattern": QWEN2.replace("(?i:'s|", "(?i:'ss|'s|")},
+        {"pattern": QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")},
+        {"merges": False},
+    ],
+    ids=["a contraction", "digits", "whole words"],
+)
+def test_a_tokenizer_that_is_built_anew_with_other_parts_is_loaded_from_its_file(tmp_path, parts):
+    """AutoTokenizer's class has a pattern and a model of its own: seen without a text that shows it."""
+    from transformers import AutoTokenizer
+
+    folder, reference = changed_tokenizer(tmp_path, config={"tokenizer_class": "Qwen2Tokenizer"}, **parts)
+    rebuilt = AutoTokenizer.from_pretrained(folder)
+    assert difference(rebuilt, reference)
+    assert not alike(rebuilt, reference)
+    assert alike(load_tokenizer(str(folder)), reference)
+
+
+def test_a_tokenizer_that_is_built_anew_with_equal_parts_is_taken(tmp_path):
+    """Written otherwise, but for the same ids: the class that AutoTokenizer chooses stays."""
+    folder, reference = changed_tokenizer(tmp_path, config={"tokenizer_class": "Qwen2Tokenizer"})
+    state = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    state["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}]}
+    state["pre_tokenizer"]["pretokenizers"][1]["trim_offsets"] ^= True
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    loaded = load_tokenizer(str(folder))
+    assert type(loaded).__name__ == "Qwen2Tokenizer"
+    assert alike(loaded, reference)
+
+
+def test_a_flag_that_two_files_give_otherwise_is_refused(tmp_path):
+    """tokenizer_config.json takes a flag from a token that tokenizer.json gives it; one it adds is fine."""
+    token = {"content": "<|endoftext|>", "lstrip": False, "rstrip": False, "single_word": False}
+    token |= {"normalized": False, "special": True}
+    more = token | {"content": "<more>"}
+    folder, _ = changed_tokenizer(tmp_path, config={"added_tokens_decoder": {"0": token, "6000": more}})
+    assert len(load_tokenizer(str(folder)).encode("<more>")) == 1
+    folder, _ = changed_tokenizer(tmp_path, config={"added_tokens_decoder": {"0": token}}, lstrip=True)
+    with pytest.raises(TemplateError, match=r"its added token '<\|endoftext\|>'"):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])  # of the shared ones, those with a class
+def test_real_tokenizers_load_as_their_files_say(shared, name):
+    """Nothing of them is taken for a difference but deepseek_v3's on transformers 5.17, which is one."""
+    folder = shared / "tokenizers" / name
+    reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    loaded = load_tokenizer(str(folder))
+    assert difference(loaded, reference) == ""
+    assert (type(loaded).__name__ == "Qwen2Tokenizer") is (name == "qwen3")
 
 
 def test_the_fingerprint_names_the_vocabulary(tokenizer):
