@@ -102,7 +102,7 @@ def skeleton(config: PretrainedConfig, *, precision: Precision) -> PreTrainedMod
     if precision != "fp32":
         for module in model.modules():
             if _is_norm(module):
-                module.register_forward_hook(_restore_dtype, with_kwargs=True)
+                module.register_forward_hook(_in_bf16)
     if precision == "bf16":
         islands = whole(model)
         for module in model.modules():
@@ -164,10 +164,9 @@ def _is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__
 
 
-def _restore_dtype(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """Some norms multiply by their weight last and would hand its fp32 on to bf16 matrices."""
-    given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return output.to(given.dtype) if isinstance(output, Tensor) else output
+def _in_bf16(module: nn.Module, args: Any, output: Any) -> Any:
+    """Some norms multiply by their weight last, or are given its type: fp32, before matrices in bf16."""
+    return output.bfloat16() if isinstance(output, Tensor) else output
 
 
 def materialise(module: nn.Module, *, model: PreTrainedModel, device: torch.device, seed: int) -> None:

@@ -34,13 +34,16 @@ def test_nothing_is_left_without_a_value(family: Family) -> None:
         torch.testing.assert_close(value, theirs[name], msg=name)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @EACH
-def test_every_family_trains(words: Callable[..., list[str]], tmp_path: Path, family: Family) -> None:
+def test_every_family_trains(
+    words: Callable[..., list[str]], tmp_path: Path, family: Family, precision: str
+) -> None:
     """From a configuration that transformers saved, by the command: two steps with losses near chance."""
     config = tiny_config(family)
     config.get_text_config().vocab_size = VOCABULARY
     config.save_pretrained(tmp_path / "model")
-    short = ("run.steps=2", "checkpoint.every=0", "checkpoint.last=false")
+    short = (f"model.precision={precision}", "run.steps=2", "checkpoint.every=0", "checkpoint.last=false")
     assert main(words(f"model.config={tmp_path / 'model'}", *short)) == 0
     found = losses(tmp_path / "run")
     assert list(found) == [1, 2]
