@@ -112,9 +112,14 @@ class TrainingData:
         )
 
     @cached_property
-    def _words(self) -> int | None:
-        found: int | None = self.shards.manifest["fingerprint"].get("chat", {}).get("vocabulary")
+    def _chat(self) -> Mapping[str, Any]:
+        """What the manifest says of tokenizer and template; nothing where the shards came without."""
+        found: Mapping[str, Any] = self.shards.manifest["fingerprint"].get("chat", {})
         return found
+
+    @cached_property
+    def _words(self) -> int | None:
+        return self._chat.get("vocabulary")
 
     @cached_property
     def vocabulary(self) -> int:
@@ -141,6 +146,25 @@ class TrainingData:
                 f"{self.shards.path} holds {len(self.shards)} buffers, too few for {self._world_size} ranks: "
                 "use fewer ranks, or pack more data or a smaller capacity"
             )
+
+    def check_alike(self, other: TrainingData) -> None:
+        """Refuses shards to evaluate on that were packed otherwise: their loss would say nothing of training.
+
+        Raises:
+            OptionError: another tokenizer or another chat template.
+        """
+        tokenizers = {part._chat.get("tokenizer") for part in (self, other)} - {None}
+        # Of a tokenizer's templates, a manifest names those that its conversations took, with tools or not.
+        mine, theirs = (set(part._chat.get("chat_template") or ()) for part in (self, other))
+        for what, alike in (
+            ("tokenizer", len(tokenizers) < 2),
+            ("chat template", mine <= theirs or theirs <= mine),
+        ):
+            if not alike:
+                raise OptionError(
+                    f"{other.shards.path} was packed with another {what} than {self.shards.path}: "
+                    "pack both alike"
+                )
 
     def check_model(self, config: PretrainedConfig, *, vocabulary: int) -> None:
         """Refuses a model that these shards were not made for.

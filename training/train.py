@@ -273,6 +273,7 @@ def open_data(config: Config, world: World) -> tuple[TrainingData, TrainingData 
 
     Raises:
         ShardError: missing or damaged, the held-out part included.
+        OptionError: the held-out part was packed with another tokenizer or template.
     """
     place: dict[str, Any] = {
         "rank": world.rank,
@@ -289,7 +290,9 @@ def open_data(config: Config, world: World) -> tuple[TrainingData, TrainingData 
     if not config.eval.every:
         return data, None
     shards, part = (config.eval.shards, None) if config.eval.shards else (config.data.shards, "eval")
-    return data, TrainingData(shards, part=part, shuffle=False, **place)
+    held_out = TrainingData(shards, part=part, shuffle=False, **place)
+    data.check_alike(held_out)
+    return data, held_out
 
 
 def build(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +33,11 @@ def write_shards(
     held_out: Sequence[Sequence[Example]] = (),
     capacity: int = CAPACITY,
     vocabulary: int | None = VOCABULARY,
+    **chat: Any,
 ) -> Path:
     """A shard directory of the given buffers, and its part `eval` if there are held-out ones."""
-    chat = {} if vocabulary is None else {"vocabulary": vocabulary}
+    if vocabulary is not None:
+        chat["vocabulary"] = vocabulary
     with ShardWriter(out, capacity=capacity, fingerprint={"chat": chat}) as writer:
         if held_out:
             part = writer.part("eval")
