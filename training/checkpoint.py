@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,17 +29,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from training import files
 from training.config import Checkpoint, Config
 from training.errors import OptionError, OutputError, ResumeError, one_line, writing
+from training.files import TRAINER
 from training.lora import saved_part
 from training.metrics import FILE as METRICS
 from training.parallel import World
 
 FOLDER = "checkpoints"
-TRAINER = "trainer.json"
 _NAME = "step-{:08d}"
-DIGESTS = "digests-{}.json"
-FORMAT = 2
+FORMAT = 3
 _INCIDENTAL = ("transformers_version", "_name_or_path", "dtype", "use_cache")  # no part of the mathematics
 _FREE = (
     *("run.dir", "run.steps", "run.profile", "run.trace", "run.nonfinite", "run.spike", "run.hang_s"),
@@ -56,8 +56,13 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # names that fit an
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint of the most steps, or None. A partial one has another name and is never it."""
-    return max(_all(directory), default=None)
+    """The checkpoint of the most steps, or None. A partial one or a copy has another name and is never it."""
+    return max(_all(directory), key=_step, default=None)
+
+
+def passed_over(directory: Path) -> list[str]:
+    """Names of what lies beside the checkpoints and is none of them, as a copy that somebody keeps."""
+    return sorted({path.name for path in directory.glob("step-*")} - {path.name for path in _all(directory)})
 
 
 class Saver:
@@ -111,7 +116,7 @@ class Saver:
         else:
             with _writing_tensors(partial):
                 save_tensors(tensors, checkpoint_id=str(partial))
-                _write_digests(partial, rank=self._world.rank)
+                files.write_part(partial, rank=self._world.rank)
             self._world.barrier()
             self._publish(partial, final)
         return final
@@ -124,7 +129,7 @@ class Saver:
         """
         if self._pending and self._world.chief:
             future, partial, final = self._pending
-            if future.done() and len(list(partial.glob(DIGESTS.format("*")))) == self._world.size:
+            if future.done() and files.parts(partial) == self._world.size:
                 future.result()
                 self._publish(partial, final)
                 self._pending = None
@@ -146,10 +151,11 @@ class Saver:
         if not self._world.chief:
             return
         with writing(final):
+            files.join_parts(partial)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)
             keep, every = self._options.keep, self._options.keep_every
-            for old in sorted(_all(self._directory))[:-keep] if keep else []:
+            for old in sorted(_all(self._directory), key=_step)[:-keep] if keep else []:
                 if not (every and _step(old) % every == 0):
                     shutil.rmtree(old)
 
@@ -170,53 +176,28 @@ def _writing_tensors(partial: Path) -> Iterator[None]:
 def _digest_when_written(tensors_written: Future[Any], partial: Path, rank: int) -> None:
     with _writing_tensors(partial):
         tensors_written.result()
-        _write_digests(partial, rank=rank)
-
-
-def _write_digests(partial: Path, *, rank: int) -> None:
-    """The digest of each file that this rank wrote; the name is there when all of them are."""
-    files = sorted(partial.glob(f"__{rank}_*.distcp"))
-    digests = {file.name: _digest(file) for file in files}
-    beside = partial / f".{DIGESTS.format(rank)}"
-    beside.write_text(json.dumps(digests, indent=1) + "\n", "utf-8")
-    os.replace(beside, partial / DIGESTS.format(rank))
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def check_digests(checkpoint: Path, *, rank: int, world_size: int) -> None:
-    """Each rank reads its part of the files and compares their digests.
-
-    Raises:
-        ResumeError: names the file that is missing or damaged.
-    """
-    digests: dict[str, str] = {}
-    for file in checkpoint.glob(DIGESTS.format("*")):
-        digests |= json.loads(file.read_text("utf-8"))
-    for name in sorted(digests)[rank::world_size]:
-        file = checkpoint / name
-        if not file.exists() or _digest(file) != digests[name]:
-            raise ResumeError(
-                f"{file} is missing or damaged, so the checkpoint can't be loaded: remove "
-                f"{checkpoint} to go on from the one before"
-            )
+        files.write_part(partial, rank=rank)
 
 
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
-    """What rank 0 wrote beside the tensors: `step`, `ranks`, `loader`, `model` and `config`.
+    """What rank 0 wrote beside the tensors: `step`, `ranks`, `loader`, `model`, `base` and `config`.
 
     Raises:
-        ResumeError: missing, damaged or of another format.
+        ResumeError: missing, damaged, of another format, or of another step than the folder's name says.
     """
     try:
         trainer: dict[str, Any] = json.loads((checkpoint / TRAINER).read_text("utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ResumeError(f"{checkpoint / TRAINER}: can't be read: {error}") from error
-    if trainer.get("format") != FORMAT:
-        raise ResumeError(f"{checkpoint}: format {trainer.get('format')}, this version reads {FORMAT}")
+        written = trainer["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise files.damaged(checkpoint / TRAINER) from error
+    if written != FORMAT:
+        raise ResumeError(f"{checkpoint}: format {written}, this version reads {FORMAT}")
+    files.check_trainer(checkpoint)
+    if (step := _step(checkpoint)) not in (0, trainer["step"]):
+        raise ResumeError(
+            f"{checkpoint} is of step {trainer['step']}, not {step}: give it the name "
+            f"{_NAME.format(trainer['step'])} again"
+        )
     return trainer
 
 
@@ -235,9 +216,8 @@ def choose(directory: Path, *, resume: bool, restarted: bool, world: World) -> P
     """
     found = newest(directory / FOLDER)
     held = any((directory / name).exists() for name in (FOLDER, METRICS))
-    seen, step, again = world.sum(
-        world.chief and held, _step(found) if found and world.chief else 0, restarted
-    )
+    newest_step = _step(found) if found and world.chief else 0
+    seen, step, again = world.sum(world.chief and held, newest_step, restarted)
     if resume and not seen and not again:
         raise ResumeError(f"{directory} holds no run to go on with: check run.dir, or start without --resume")
     if seen and not (resume or again):
@@ -256,16 +236,18 @@ def check_resume(
     trainer: Mapping[str, Any],
     *,
     model: Mapping[str, Any],
+    base: str,
     steps: int,
     config: Config,
     ranks: int,
     accept: Sequence[str] = (),
 ) -> str:
-    """Refuses a checkpoint of another model, of other settings, or of a run that is at its end.
+    """Refuses a checkpoint of another model, of other settings, beside other weights, or of a run at its end.
 
     Args:
         trainer: What is saved.
         model: This run's model configuration.
+        base: Digest of the weights that this run would begin from.
         steps: This run's last step.
         config: This run's configuration.
         ranks: Number of ranks.
@@ -275,7 +257,7 @@ def check_resume(
         The settings that differ, as "data.prefetch 2 → 4"; "" where none does.
 
     Raises:
-        ResumeError: names the first difference of the model, all differing settings, or the steps.
+        ResumeError: names the first difference of the model, all differing settings, or what else differs.
         OptionError: `accept` names no setting.
     """
     saved, model = trainer["model"], json.loads(json.dumps(model))  # keys as text on both sides
@@ -289,13 +271,17 @@ def check_resume(
     if unknown := [key for key in accept if key not in here]:
         raise OptionError(f"--accept {unknown[0]}: no setting has that name")
     changed = {key: (before[key], here[key]) for key in here if key in before and before[key] != here[key]}
-    # Beside adapters the model's own weights are in no checkpoint: other ones would be another model.
-    free = [name for name in _FREE if not (name == "model.weights" and config.lora.rank)]
-    refused = [key for key in changed if not any(fnmatch(key, name) for name in (*free, *accept))]
+    refused = [key for key in changed if not any(fnmatch(key, name) for name in (*_FREE, *accept))]
     if refused:
         was = ", ".join(f"{key} = {changed[key][0]!r} (here {changed[key][1]!r})" for key in refused)
         flags = " ".join(f"--accept {key}" for key in refused)
         raise ResumeError(f"the checkpoint was saved with {was}: set it so again, or add {flags}")
+    # Beside adapters the model's own weights are in no checkpoint: other ones would be another model.
+    if config.lora.rank and trainer["base"] != base and "model.weights" not in accept:
+        raise ResumeError(
+            f"the checkpoint's adapters were trained beside other weights than "
+            f"{config.model.weights or 'random ones'}: give those, or add --accept model.weights"
+        )
     was_step, step = _buffers(before, trainer["ranks"]), _buffers(here, ranks)
     if was_step != step and not set(accept) & {"data.buffers", "data.accumulation"}:
         raise ResumeError(
@@ -377,8 +363,10 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def _all(directory: Path) -> list[Path]:
-    return [path for path in directory.glob("step-*") if (path / TRAINER).exists()]
+    return [path for path in directory.glob("step-*") if _step(path)]
 
 
 def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+    """The step that the name says; 0 where it is not a checkpoint's own, as a copy's."""
+    found = re.fullmatch("step-([0-9]{8}|[1-9][0-9]{8,})", checkpoint.name)
+    return int(found[1]) if found else 0

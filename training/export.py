@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from training import checkpoint
 from training.errors import InputError, OptionError, OutputError, writing
+from training.files import TRAINER, check_digests, weights_digest
 from training.lora import exported_name, write_config
 
 FILE_BYTES = 4 * 2**30
@@ -43,12 +44,20 @@ def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | 
         A line that says what was written.
 
     Raises:
-        InputError: no checkpoint, or no tokenizer there.
+        InputError: no checkpoint, or no tokenizer there, or other weights where the run began.
+        ResumeError: the checkpoint is damaged.
         OutputError: the output is there already, or the system refuses.
         OptionError: no such dtype.
     """
     place = _checkpoint(Path(source))
     trainer = checkpoint.read_trainer(place)
+    began = trainer["config"]["model"]["weights"]
+    if (found := weights_digest(began)) and found != trainer["base"]:
+        raise InputError(
+            f"{began} holds other weights than those that the run began from, on which its export builds: "
+            "put them there again"
+        )
+    check_digests(place)
     if dtype not in (None, "bfloat16", "float16", "float32"):
         raise OptionError(f"--dtype {dtype} is none of bfloat16, float16, float32")
     target, beside = Path(out), Path(out).with_name(f".{Path(out).name}.partial")
@@ -113,7 +122,7 @@ def _write_adapter(place: Path, beside: Path, *, lora: Mapping[str, Any], weight
 
 
 def _checkpoint(source: Path) -> Path:
-    if (source / checkpoint.TRAINER).exists():
+    if (source / TRAINER).exists():
         return source
     newest = checkpoint.newest(source / checkpoint.FOLDER)
     if newest is None:

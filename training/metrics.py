@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training.errors import InputError, writing
+from training.files import replace_text, replacing
 from training.loggers import Logger
 
 FILE = "metrics.jsonl"
@@ -58,10 +59,9 @@ class Metrics:
         if active:
             path = directory / FILE
             kept = [line for line in read(path) if line["step"] <= done] if done and path.exists() else []
+            replace_text(path, "".join(_row(line) for line in kept))
             with writing(path):
-                self._file = path.open("w", encoding="utf-8")
-            for line in kept:
-                self._write(line)
+                self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Metrics:
         self._progress.start()
@@ -134,8 +134,12 @@ class Metrics:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with writing(Path(self._file.name)):
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(_row(line))
             self._file.flush()
+
+
+def _row(line: Mapping[str, Any]) -> str:
+    return json.dumps(line) + "\n"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -220,7 +224,7 @@ def plot(directory: str, *, out: str | None = None) -> str:
             axes.legend()
         axes.set_title(title)
         axes.grid(alpha=0.3)
-    target = out or str(Path(directory) / "metrics.svg")
-    with writing(Path(target)):
-        figure.savefig(target)
-    return target
+    target = Path(out or Path(directory) / "metrics.svg")
+    with replacing(target) as beside:
+        figure.savefig(beside)
+    return str(target)

@@ -1,6 +1,6 @@
 """The trainer's command with faults: `FAULTS`, a JSON list of [life, rank, function, call, kill or sleep].
 
-    [[0, 1, "training.checkpoint._write_digests", 2, "kill"]]
+    [[0, 1, "training.files.write_part", 2, "kill"]]
 
 In the run's first life rank 1 kills itself as it is about to call that function for the second time.
 """

@@ -66,7 +66,7 @@ def test_two_ranks_come_back_by_themselves_whenever_one_is_killed(
     One rank that takes two buffers a step then goes on in the same order, to fp32 tolerance.
     """
     faults = [
-        [0, 1, "training.checkpoint._write_digests", 2, "kill"],  # tensors of step 4 are written
+        [0, 1, "training.files.write_part", 2, "kill"],  # tensors of step 4 are written
         [1, 0, "training.checkpoint.Saver._publish", 3, "kill"],  # step 8 is whole, but for its name
         [2, 1, "training.train.forward_backward", 4, "kill"],  # step 10
     ]

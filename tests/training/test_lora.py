@@ -1,12 +1,13 @@
 """LoRA: adapters alone are trained, saved, resumed and exported, on any number of ranks."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_shards import VOCABULARY, some_shards
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
@@ -98,15 +99,32 @@ def load_adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_resumed_adapters_go_on_as_never_stopped(
     place: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Base from its directory, adapters and states from the checkpoint, bit for bit; no other base."""
+    """Base from its directory or a copy, adapters and states from the checkpoint, bit for bit."""
     cut = f"run.dir={place / 'cut'}"
     assert main(command(place, cut, "run.steps=2")) == 0
-    assert main(command(place, cut, flags=("--resume",))) == 0
+    shutil.copytree(place / "weights", place / "copy")
+    moved = f"model.weights={place / 'copy'}"
+    assert main(command(place, cut, moved, flags=("--resume",))) == 0
     assert losses(place / "cut") == losses(run)
-    other = f"model.weights={place / 'weights'}/."
+
+    # A base of another training has the same names and shapes; one parameter of it may differ.
+    file = place / "copy" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] += 0.5
+    save_file(tensors, file, metadata={"format": "pt"})
     capsys.readouterr()
-    assert main(command(place, cut, other, "schedule.steps=5", flags=("--resume",))) == 2
-    assert "--accept model.weights" in capsys.readouterr().err
+    assert main(["export", str(place / "cut"), str(place / "cut-adapter")]) == 2
+    assert "other weights than those that the run began from" in capsys.readouterr().err
+    last = newest(place / "cut" / "checkpoints")
+    assert last
+    shutil.rmtree(last)
+    resume = command(place, cut, moved, flags=("--resume", "--dry-run"))
+    assert main(resume) == 2
+    error = capsys.readouterr().err
+    assert "trained beside other weights" in error
+    assert "--accept model.weights" in error
+    assert main([*resume, "--accept", "model.weights"]) == 0
+    assert main(["export", str(place / "cut"), str(place / "cut-adapter")]) == 0  # step 2's are as they were
 
 
 def test_two_ranks_train_the_same_adapters(place: Path, run: Path) -> None:

@@ -1,6 +1,7 @@
 """What a run says of itself: the line and the live display, the picture, and the loggers."""
 
 import json
+import resource
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from tiny_shards import some_shards
 from training import loggers
 from training.__main__ import main
 from training.config import Config, Data, Run
-from training.errors import OptionError
+from training.errors import OptionError, OutputError
+from training.files import replace_text
 from training.loggers import check_loggers, open_loggers
-from training.metrics import Metrics, read
+from training.metrics import Metrics, plot, read
 
 # The environment with the oldest transformers has none of them.
 wandb = pytest.importorskip("wandb")
@@ -46,6 +48,32 @@ def test_plain_line_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFix
     assert "12,000 real and 8,000 supervised tokens/s (6,000 and 4,000 a rank)  MFU 38.4%" in line
     shown(tmp_path, real_tokens_per_s=6_000.0, supervised_tokens_per_s=4_000.0)
     assert "6,000 real and 4,000 supervised tokens/s  fill 0.990" in capsys.readouterr().out
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    """A resume that can't write its metrics, and any file that is replaced: the old one is there, whole."""
+    with Metrics(tmp_path, steps=3, done=0, active=True) as metrics:
+        for step in (1, 2, 3):
+            metrics.train(VALUES | {"step": step})
+    file, picture = tmp_path / "metrics.jsonl", Path(plot(str(tmp_path)))
+    before = file.read_bytes(), picture.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # bytes of a file
+    try:
+        with pytest.raises(OutputError, match=r"metrics\.jsonl"):
+            Metrics(tmp_path, steps=3, done=2, active=True)
+        with pytest.raises(OutputError, match=r"metrics\.jsonl"):
+            replace_text(file, "x" * 101)
+        with pytest.raises(OutputError, match=r"metrics\.svg"):
+            plot(str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (file.read_bytes(), picture.read_bytes()) == before
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, picture.name}
+    with Metrics(tmp_path, steps=3, done=2, active=True) as metrics:
+        metrics.train(VALUES | {"step": 3, "loss": 1.5})
+    assert [line["step"] for line in read(file)] == [1, 2, 3]
+    assert read(file)[-1]["loss"] == 1.5
 
 
 def test_live_display_on_a_terminal(

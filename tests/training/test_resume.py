@@ -1,5 +1,6 @@
-"""Going on with a run: the same steps however they are shared out."""
+"""Going on with a run: the same steps however they are shared out, and nothing from what is damaged."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from running import launch, losses
 from tiny_shards import some_shards
 
 from training.__main__ import main
+from training.checkpoint import newest
 from training.metrics import read
 
 ALWAYS = ("schedule.steps=0", "schedule.epochs=2", "checkpoint.every=1", "model.checkpointing=0")
@@ -38,3 +40,75 @@ def test_another_split_of_the_same_step_changes_nothing(
     assert process.returncode == 0, output
     assert losses(tmp_path / "cut") == pytest.approx(whole, rel=1e-4)
     assert rates(tmp_path / "cut") == rate
+
+
+def saved(run: Path) -> Path:
+    found = newest(run / "checkpoints")
+    assert found
+    return found
+
+
+def test_any_changed_or_missing_file_of_a_checkpoint_is_noticed(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One flipped bit, a file less, another step's file: one line of --resume and export, nothing written."""
+    assert main(words("run.steps=2", "checkpoint.every=1")) == 0
+    run, whole = tmp_path / "run", tmp_path / "kept"
+    last = saved(run)
+    shutil.copytree(last, whole)
+    before = (run / "metrics.jsonl").read_bytes()
+    names = sorted(path.name for path in whole.iterdir())
+    assert names == [".metadata", "__0_0.distcp", "digests.json", "trainer.json"]
+
+    def check(name: str, *parts: str) -> None:
+        for command in (words(flags=("--resume",)), ["export", str(run), str(tmp_path / "out")]):
+            capsys.readouterr()
+            assert main(command) == 2
+            error = capsys.readouterr().err
+            assert error.startswith("training: ")
+            assert error.count("\n") == 1
+            for part in (name, *parts):
+                assert part in error, error
+        assert not (tmp_path / "out").exists()
+        assert (run / "metrics.jsonl").read_bytes() == before
+
+    for name in names:
+        content = bytearray((whole / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (last / name).write_bytes(content)
+        check("damaged" if name == "digests.json" else name, "remove")
+        (last / name).unlink()
+        check(name, "missing")
+        shutil.copy(whole / name, last / name)
+    for name in (".metadata", "__0_0.distcp", "trainer.json"):
+        shutil.copy(last.with_name("step-00000001") / name, last / name)
+        if (last / name).read_bytes() != (whole / name).read_bytes():
+            check(name, "damaged")
+        shutil.copy(whole / name, last / name)
+    text = (whole / "trainer.json").read_text()
+    (last / "trainer.json").write_text(text.replace('"step": 2', '"step": 1'))
+    check("trainer.json", "damaged")
+    shutil.copy(whole / "trainer.json", last / "trainer.json")
+    shutil.copy(last / "__0_0.distcp", last / "__1_0.distcp")
+    check("__1_0.distcp", "damaged")
+    (last / "__1_0.distcp").unlink()
+    last.rename(last.with_name("step-00000003"))
+    check("step-00000003", "is of step 2", "step-00000002")
+    last.with_name("step-00000003").rename(last)
+    assert main(words("run.steps=3", flags=("--resume",))) == 0
+
+
+def test_a_kept_copy_is_passed_over_and_stays(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint copied beside the others under a name of its own: said, neither read nor removed."""
+    options = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_every=2")
+    assert main(words(*options, "run.steps=1")) == 0
+    folder = tmp_path / "run" / "checkpoints"
+    for name in ("step-00000001-good", "step-9"):
+        shutil.copytree(folder / "step-00000001", folder / name)
+    assert main(words(*options, "run.steps=3", flags=("--resume",))) == 0
+    assert "passed over: step-00000001-good, step-9" in " ".join(capsys.readouterr().out.split())
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["step-00000001-good", "step-00000002", "step-00000003", "step-9"]
+    assert main(["export", str(folder / "step-00000001-good"), str(tmp_path / "out")]) == 0
