@@ -33,6 +33,7 @@ from training.faults import (
     naming_failures,
     report_nonfinite,
 )
+from training.files import check_digests, replace_text, weights_digest
 from training.fused import fuse
 from training.launch import restarted
 from training.loggers import check_loggers, open_loggers
@@ -78,19 +79,22 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
 
         # Where to begin.
         saved = checkpoint.choose(directory, resume=resume, restarted=restarted(), world=world)
-        done, changed = 0, ""
+        done, changed, base = 0, "", weights_digest(config.model.weights)
         if saved:
             trainer = checkpoint.read_trainer(saved)
             data.load_state_dict(trainer["loader"])
             changed = checkpoint.check_resume(
                 trainer,
                 model=model_config.to_dict(),
+                base=base,
                 steps=last,
                 config=config,
                 ranks=world.size,
                 accept=accept,
             )
             done = trainer["step"]
+            if not config.lora.rank:  # nothing is read from there, and an export builds on what was
+                base = trainer["base"]
 
         # The model: shapes first, kernels bound, then values and shards block by block.
         numbers = precision(config, world)
@@ -112,13 +116,13 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         if config.model.weights and (config.lora.rank or not saved):  # a checkpoint may hold adapters alone
             load_weights(root.model, config.model.weights)
         if saved:
-            checkpoint.check_digests(saved, rank=world.rank, world_size=world.size)
+            check_digests(saved, rank=world.rank, world_size=world.size)
             checkpoint.load(saved, model=root.model, optimizer=optimizer)
 
         if world.chief:
             with writing(directory):
                 directory.mkdir(parents=True, exist_ok=True)
-                (directory / "config.toml").write_text(to_toml(config), "utf-8")
+                replace_text(directory / "config.toml", to_toml(config))
         loggers = open_loggers(config, directory=directory, done=done) if world.chief else []
         shown = Metrics(directory, steps=last, done=done, active=world.chief, loggers=loggers)
         watching = Watchdog(directory / "hang", rank=world.rank, hang_s=config.run.hang_s)
@@ -126,6 +130,8 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             metrics.say(summary)
             if changed:
                 metrics.say(f"changed since the checkpoint: {changed}")
+            if strange := checkpoint.passed_over(directory / checkpoint.FOLDER):
+                metrics.say(f"no checkpoints by their names, so passed over: {', '.join(strange)}")
             metrics.bound([dataclasses.asdict(row) for row in kernels.describe(root.model)])
             if held_out and done == 0:
                 metrics.eval(evaluate(root, held_out, step=0, world=world))
@@ -249,6 +255,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                         trainer={
                             "loader": place,
                             "model": model_config.to_dict(),
+                            "base": base,
                             "config": dataclasses.asdict(config),
                         },
                     )
