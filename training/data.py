@@ -1,4 +1,4 @@
-"""The shards as the trainer sees them. Besides errors and boundaries, all of `packing` that is used here."""
+"""The shards as the trainer sees them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from packing.buffer import PackedBuffer
-from packing.example import IGNORE_INDEX
 from training.errors import OptionError
+from training.packed import (
+    IGNORE_INDEX,
+    LoadedBuffer,
+    PackedBuffer,
+    PackedDataLoader,
+    collate,
+    open_shards,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from packing.loader import LoadedBuffer
 
 PADDED_VOCABULARY = 2048
 """Models round their vocabulary up, by at most this in the field (gpt-oss: 1,069; Qwen3: 267)."""
@@ -89,9 +93,6 @@ class TrainingData:
         Raises:
             ShardError: missing, damaged, or without a buffer.
         """
-        from packing.loader import PackedDataLoader, collate
-        from packing.shards import open_shards
-
         def with_buffers(buffers: Sequence[LoadedBuffer]) -> dict[str, Any]:
             return {**collate(buffers), _BUFFERS: buffers}
 

@@ -1,4 +1,4 @@
-"""What a bound model is given, checked without a device sync. The one kernel file that imports `packing`."""
+"""What a bound model is given, checked without a device sync."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from packing import boundaries
 from training.errors import PadfreeError
+from training.packed import boundaries
 
 Batch = dict[str, Any]
 
