@@ -282,11 +282,19 @@ def check_resume(
             f"the checkpoint's adapters were trained beside other weights than "
             f"{config.model.weights or 'random ones'}: give those, or add --accept model.weights"
         )
+    split = set(accept) & {"data.buffers", "data.accumulation"}
     was_step, step = _buffers(before, trainer["ranks"]), _buffers(here, ranks)
-    if was_step != step and not set(accept) & {"data.buffers", "data.accumulation"}:
+    if was_step != step and not split:
         raise ResumeError(
             f"the checkpoint's steps were of {was_step} buffers on {trainer['ranks']} ranks, here of {step} "
             f"on {ranks}: change data.accumulation or data.buffers, or add --accept data.accumulation"
+        )
+    same = trainer["ranks"] == ranks and not changed.keys() & {"data.buffers", "data.accumulation"}
+    if not (same or split) and (dropout := _dropout(here, model)):
+        raise ResumeError(
+            f"{dropout} leaves out other values where a step is split otherwise: go on with "
+            f"{trainer['ranks']} ranks, data.buffers and data.accumulation as they were, or add "
+            "--accept data.accumulation"
         )
     if trainer["step"] >= steps:
         raise ResumeError(
@@ -305,6 +313,15 @@ def _settings(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def _buffers(settings: Mapping[str, Any], ranks: int) -> int:
     """Buffers of a step over all ranks."""
     return int(settings["data.buffers"]) * int(settings["data.accumulation"]) * ranks
+
+
+def _dropout(settings: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """A setting, of the run or the model's configuration, by which values are left out at random; or ""."""
+    found = {"lora.dropout": settings["lora.dropout"]} if settings["lora.rank"] else {}
+    found |= {key: value for key, value in model.items() if "drop" in key}
+    return next(
+        (f"{key} = {value}" for key, value in found.items() if isinstance(value, float) and value), ""
+    )
 
 
 def load(checkpoint: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from running import launch, losses
-from tiny_shards import some_shards
+from tiny_shards import VOCABULARY, some_shards
 
 from training.__main__ import main
 from training.checkpoint import newest
+from training.kernels.families import FAMILIES, tiny_config
 from training.metrics import read
 
 ALWAYS = ("schedule.steps=0", "schedule.epochs=2", "checkpoint.every=1", "model.checkpointing=0")
@@ -40,6 +41,23 @@ def test_another_split_of_the_same_step_changes_nothing(
     assert process.returncode == 0, output
     assert losses(tmp_path / "cut") == pytest.approx(whole, rel=1e-4)
     assert rates(tmp_path / "cut") == rate
+
+
+def test_dropout_goes_on_in_the_same_split_alone(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is left out is a function of the step and the rank: another split is refused until accepted."""
+    config = tiny_config(next(family for family in FAMILIES if family.name == "Phi-3"))
+    config.vocab_size, config.resid_pdrop = VOCABULARY, 0.1
+    config.save_pretrained(tmp_path / "phi")
+    here = (f"model.config={tmp_path / 'phi'}", "run.steps=2", "data.accumulation=2")
+    assert main(words(*here[:1], "run.steps=1", "data.accumulation=2")) == 0
+    other = ("data.accumulation=1", "data.buffers=2")
+    assert main(words(*here, *other, flags=("--resume", "--dry-run"))) == 2
+    assert "resid_pdrop = 0.1 leaves out other values" in capsys.readouterr().err
+    accepted = ("--resume", "--dry-run", "--accept", "data.accumulation")
+    assert main(words(*here, *other, flags=accepted)) == 0
+    assert main(words(*here, flags=("--resume", "--dry-run"))) == 0
 
 
 def saved(run: Path) -> Path:
