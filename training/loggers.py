@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from training.config import Config
 from training.errors import OptionError, one_line, writing
+from training.files import replace_text
 
 
 class Logger(Protocol):
@@ -145,5 +146,5 @@ def _id(file: Path, *, new: bool) -> str:
     """What names this run among all: kept in the run directory, so that a resumed one is the same."""
     with writing(file):
         if new or not file.exists():
-            file.write_text(uuid4().hex[:8], "utf-8")
+            replace_text(file, uuid4().hex[:8])
         return file.read_text("utf-8")
