@@ -13,6 +13,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from training.errors import OptionError, writing
+from training.files import replace_text
 
 
 class StepProfiler:
@@ -66,7 +67,7 @@ class StepProfiler:
         )
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "profile.json").write_text(json.dumps({**summary, "diagnosis": words}, indent=1))
+            replace_text(self._folder / "profile.json", json.dumps({**summary, "diagnosis": words}, indent=1))
         if self._trace:
             self._profiler.export_chrome_trace(str(self._folder / "trace.json.gz"))
         self._profiler = None
