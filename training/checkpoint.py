@@ -191,7 +191,9 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise files.damaged(checkpoint / TRAINER) from error
     if written != FORMAT:
-        raise ResumeError(f"{checkpoint}: format {written}, this version reads {FORMAT}")
+        raise ResumeError(
+            f"{checkpoint}: format {written}, this version reads {FORMAT}: go on with the padfree of then"
+        )
     files.check_trainer(checkpoint)
     if (step := _step(checkpoint)) not in (0, trainer["step"]):
         raise ResumeError(

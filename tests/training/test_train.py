@@ -72,7 +72,7 @@ def test_a_run_directory_tells_all(words: Callable[..., list[str]], tmp_path: Pa
 
 def test_steps_of_epochs_and_an_early_stop(words: Callable[..., list[str]], tmp_path: Path) -> None:
     """Without schedule.steps the epochs decide, each rounded up; run.steps stops on the same schedule."""
-    epochs = ("schedule.steps=0", "schedule.epochs=2", "data.accumulation=5", "model.checkpointing=0")
+    epochs = ("schedule.steps=0", "schedule.epochs=2", "schedule.warmup=3", "data.accumulation=5")
     assert main(words(*epochs, "run.steps=2")) == 0
     assert main(words(*epochs, flags=("--resume",))) == 0
     lines = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
