@@ -16,7 +16,7 @@ import difflib
 import json
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -215,16 +215,16 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.keep_layers": (0, 1024),
     "model.host_layers": (0, 1024),
     "lora.rank": (0, 4096),
-    "lora.alpha": (0, 1e6),
-    "lora.dropout": (0, 1),
+    "lora.alpha": (1e-6, 1e6),
+    "lora.dropout": (0, 0.999999),
     "parallel.replicas": (1, 2**16),
     "parallel.prefetch": (1, 16),
     "parallel.keep_gathered": (0, 1024),
     "parallel.context": (1, 1024),
     "parallel.timeout": (1, 1e6),
     "optim.lr": (0, 10),
-    "optim.beta1": (0, 1),
-    "optim.beta2": (0, 1),
+    "optim.beta1": (0, 0.999999),
+    "optim.beta2": (0, 0.999999),
     "optim.eps": (0, 1),
     "optim.weight_decay": (0, 10),
     "optim.clip": (0, 1e9),
@@ -239,13 +239,36 @@ RANGES: dict[str, tuple[float, float]] = {
     "checkpoint.keep_every": (0, 2**31),
 }
 
+# key -> what it does nothing without, and whether that is there
+NEEDS: dict[str, tuple[str, Callable[[Config], object]]] = {
+    "run.trace": ("run.profile", lambda config: config.run.profile),
+    "run.project": (
+        '"wandb" or "trackio" in run.loggers',
+        lambda config: {"wandb", "trackio"} & {*config.run.loggers},
+    ),
+    "model.loss_chunk": ("the loss in chunks (model.loss)", lambda config: config.model.loss != "plain"),
+    "model.delta_rule": ("fused kernels (model.kernels)", lambda config: config.model.kernels != "reference"),
+    "lora.alpha": ("lora.rank", lambda config: config.lora.rank),
+    "lora.dropout": ("lora.rank", lambda config: config.lora.rank),
+    "lora.targets": ("lora.rank", lambda config: config.lora.rank),
+    "schedule.epochs": ("schedule.steps = 0", lambda config: not config.schedule.steps),
+    "schedule.decay": ("schedule.kind = wsd", lambda config: config.schedule.kind == "wsd"),
+    "schedule.floor": ("a schedule.kind that falls", lambda config: config.schedule.kind != "constant"),
+    "eval.shards": ("eval.every", lambda config: config.eval.every),
+    "checkpoint.keep_every": (
+        "checkpoint.every and checkpoint.keep",
+        lambda config: config.checkpoint.every and config.checkpoint.keep,
+    ),
+}
+
 
 def load(path: str | Path, *, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a TOML file, with `section.key=value` overrides on top.
 
     Raises:
         InputError: the file is missing or not TOML.
-        OptionError: an unknown key, a value of another type or out of range, options that exclude each other.
+        OptionError: an unknown key, a value of another type or out of range, options that exclude each other,
+            one that does nothing without another.
     """
     try:
         table = tomllib.loads(Path(path).read_text("utf-8"))
@@ -324,7 +347,40 @@ def _build(values: Mapping[str, tuple[Any, str]]) -> Config:
         )
     if config.schedule.kind == "wsd" and config.schedule.decay == 0:
         raise OptionError("schedule.kind = wsd needs schedule.decay, the number of steps that it falls in")
+    _check_needs(config)
     return config
+
+
+def _check_needs(config: Config) -> None:
+    """Refuses a setting that would do nothing: who made it expects something of it.
+
+    Raises:
+        OptionError: names the first, and what it needs.
+    """
+    for key, (need, there) in NEEDS.items():
+        section, _, name = key.partition(".")
+        value, default = (getattr(part, name) for part in (getattr(config, section), SECTIONS[section]))
+        if value != default and not there(config):
+            raise OptionError(f"{key} = {value!r} does nothing without {need}: set that, or leave {key} out")
+
+
+def check_schedule(schedule: Schedule, *, steps: int) -> None:
+    """Refuses a schedule of which the steps leave out a part.
+
+    Args:
+        schedule: Of the learning rate.
+        steps: From its first to its last, by `schedule.steps` or the epochs.
+
+    Raises:
+        OptionError: it rises, or rises and falls, in more steps than there are.
+    """
+    falls = schedule.decay if schedule.kind == "wsd" else 0
+    if schedule.warmup + falls > steps:
+        what = "schedule.warmup + schedule.decay" if falls else "schedule.warmup"
+        raise OptionError(
+            f"{what} = {schedule.warmup + falls} steps, and the schedule has {steps}: the rate can't go "
+            "as they say"
+        )
 
 
 def _nearest(key: str, known: list[str]) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from training import checkpoint, kernels
-from training.config import Config, Precision, to_toml
+from training.config import Config, Precision, check_schedule, to_toml
 from training.cost import itemised, most, peak_flops, recomputed, work
 from training.data import MicroBatch, TrainingData
 from training.errors import NonFinite, Signalled, writing
@@ -75,6 +75,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         steps = config.schedule.steps or (
             config.schedule.epochs * data.steps_of_epoch(accumulation=accumulation)
         )
+        check_schedule(config.schedule, steps=steps)
         last = min(steps, config.run.steps or steps)
 
         # Where to begin.

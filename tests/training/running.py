@@ -15,7 +15,7 @@ shards = "shards"
 config = "tiny-qwen3_5"
 [schedule]
 steps = 30
-warmup = 3
+warmup = 1
 [optim]
 lr = 5e-3
 weight_decay = 0.1

@@ -1,12 +1,13 @@
 """A run's configuration: what is accepted, and the one line that says why something is not."""
 
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from training.config import RANGES, SECTIONS, load, to_toml
+from training.config import NEEDS, RANGES, SECTIONS, Schedule, check_schedule, load, to_toml
 from training.errors import InputError, OptionError
 
 MINIMAL = '[data]\nshards = "shards"\n[model]\nconfig = "tiny-qwen3_5"\n'
@@ -48,6 +49,10 @@ def test_resolved_configuration_is_a_configuration(tmp_path: Path) -> None:
         ("schedule.kind=cosin", ["'cosin'", "cosine, linear, constant, wsd"]),
         ("data.accumulation=0", ["data.accumulation", "between 1 and"]),
         ("optim.lr=nan", ["optim.lr", "between 0 and"]),
+        ("optim.beta1=1.0", ["optim.beta1", "between 0 and 0.999999"]),
+        ("optim.beta2=1.0", ["optim.beta2", "between 0 and 0.999999"]),
+        ("lora.dropout=1.0", ["lora.dropout", "between 0 and 0.999999"]),
+        ("lora.alpha=0", ["lora.alpha", "between 1e-06 and"]),
         ("run.seed=-1", ["run.seed", "between 0 and"]),
         (f"run.seed={2**64}", ["run.seed", "between 0 and"]),
         ("schedule.kind=wsd", ["schedule.decay"]),
@@ -64,6 +69,62 @@ def test_bad_option_is_named(tmp_path: Path, override: str, words: list[str]) ->
     text = str(caught.value)
     assert "\n" not in text
     assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "without", "beside"),
+    [
+        ("run.trace", "false", "run.profile=", "run.profile=1:2"),
+        ("run.project", "mine", 'run.loggers=["tensorboard"]', 'run.loggers=["trackio"]'),
+        ("model.loss_chunk", "4", "model.loss=plain", "model.loss=liger"),
+        ("model.delta_rule", "fla", "model.kernels=reference", "model.kernels=fused"),
+        ("lora.alpha", "8.0", "lora.rank=0", "lora.rank=2"),
+        ("lora.dropout", "0.1", "lora.rank=0", "lora.rank=2"),
+        ("lora.targets", '["q_proj"]', "lora.rank=0", "lora.rank=2"),
+        ("schedule.epochs", "3", "schedule.steps=9", "schedule.steps=0"),
+        ("schedule.decay", "3", "schedule.kind=cosine", "schedule.kind=wsd"),
+        ("schedule.floor", "0.1", "schedule.kind=constant", "schedule.kind=linear"),
+        ("eval.shards", "there", "eval.every=0", "eval.every=5"),
+        ("checkpoint.keep_every", "4", "checkpoint.every=0", "checkpoint.every=2"),
+    ],
+)
+def test_a_setting_that_does_nothing_is_refused(
+    tmp_path: Path, key: str, value: str, without: str, beside: str
+) -> None:
+    """Its need is named; with the need, or at its default, it is taken."""
+    path, name = written(tmp_path, MINIMAL), key.partition(".")[2]
+    with pytest.raises(
+        OptionError, match=rf"{key} = .* does nothing without .*: set that, or leave {key} out"
+    ):
+        load(path, overrides=[f"{key}={value}", without])
+    given = load(path, overrides=[f"{key}={value}", beside])
+    default = load(path, overrides=[without])
+    section = key.partition(".")[0]
+    assert getattr(getattr(given, section), name) != getattr(getattr(default, section), name)
+
+
+def test_every_need_is_of_a_setting() -> None:
+    """The table names settings that exist."""
+    known = {
+        f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)
+    }
+    assert NEEDS.keys() <= known
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "what"),
+    [
+        (Schedule(warmup=11), 10, "schedule.warmup = 11 steps, and the schedule has 10"),
+        (Schedule(kind="wsd", warmup=6, decay=5), 10, "schedule.warmup + schedule.decay = 11 steps"),
+        (Schedule(kind="wsd", decay=11), 10, "schedule.warmup + schedule.decay = 11 steps"),
+        (Schedule(warmup=10), 10, ""),
+        (Schedule(kind="wsd", warmup=5, decay=5), 10, ""),
+    ],
+)
+def test_a_schedule_has_room_in_its_steps(schedule: Schedule, steps: int, what: str) -> None:
+    """A rise and a fall of more steps than there are is refused; of as many it is not."""
+    with pytest.raises(OptionError, match=re.escape(what)) if what else contextlib.nullcontext():
+        check_schedule(schedule, steps=steps)
 
 
 @pytest.mark.parametrize("other", ["optim.states=8bit", "optim.rounding=stochastic"])

@@ -50,7 +50,8 @@ def test_killed_and_resumed_run_has_the_losses_of_one_never_stopped(
 
 def test_a_run_directory_tells_all(words: Callable[..., list[str]], tmp_path: Path, shards: Path) -> None:
     """Resolved configuration, a metrics line a step with all figures, evaluations, the newest checkpoints."""
-    assert main(words("eval.every=2", "schedule.steps=10", "checkpoint.every=2")) == 0
+    schedule = ("schedule.steps=10", "schedule.warmup=3")
+    assert main(words("eval.every=2", *schedule, "checkpoint.every=2")) == 0
     run = tmp_path / "run"
     config = load(run / "config.toml")
     assert (config.data.shards, config.schedule.steps) == (str(shards), 10)
@@ -78,7 +79,15 @@ def test_steps_of_epochs_and_an_early_stop(words: Callable[..., list[str]], tmp_
     lines = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     assert [line["buffers"] for line in lines] == [5, 5, 2, 5, 5, 2]  # 2 x 12 buffers, 5 a step
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert lines[-1]["lr"] < lines[2]["lr"] == 5e-3
+    assert lines[-1]["lr"] < lines[0]["lr"] == 5e-3
+
+
+def test_a_warmup_beyond_the_epochs_is_refused(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps that the epochs come to are compared, before anything is written."""
+    here = ("schedule.steps=0", "schedule.warmup=13")
+    refused(words(*here), capsys, "schedule.warmup = 13 steps", "has 12", untouched=tmp_path / "run")
 
 
 def test_a_saved_hybrid_trains_goes_on_and_is_exported(
