@@ -79,7 +79,7 @@ def test_steps_of_epochs_and_an_early_stop(words: Callable[..., list[str]], tmp_
     lines = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     assert [line["buffers"] for line in lines] == [5, 5, 2, 5, 5, 2]  # 2 x 12 buffers, 5 a step
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert lines[-1]["lr"] < lines[0]["lr"] == 5e-3
+    assert lines[-1]["lr"] < lines[2]["lr"] == 5e-3
 
 
 def test_a_warmup_beyond_the_epochs_is_refused(
