@@ -7,6 +7,7 @@ line of it on stderr; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import importlib
@@ -50,6 +51,12 @@ So `packing` does not import `training`, and works without it."""
 
 TEXT_FILES = {"chat_template"}
 """Options whose value is the text of a file; the flag takes the file's name."""
+
+PYTHON_WORDS = {"True": True, "TRUE": True, "False": False, "FALSE": False, "None": None}
+"""Values of --template-arg that are no JSON, and as texts would mean the opposite: "False" is true."""
+
+JSON_VALUES = "VALUE is read as JSON (false, 3) or as True, False or None; all else is text"
+"""Behind the help of options whose values are more than text."""
 
 AUDITED_ROWS = 1000
 """Rows of each file that `template --data` tries."""
@@ -439,7 +446,7 @@ def _add_options(group: Any, options: type[Any]) -> None:
     for field in dataclasses.fields(options):
         hint = hints[field.name]
         flag = f"--{field.name.replace('_', '-')}"
-        text = " ".join(texts[field.name].split()).replace("%", "%%")
+        text = _typed(" ".join(texts[field.name].split())).replace("%", "%%")
         if get_origin(hint) is Literal:
             choices = get_args(hint)
             group.add_argument(flag, choices=choices, default=field.default, help=f"{text} (%(default)s)")
@@ -451,12 +458,23 @@ def _add_options(group: Any, options: type[Any]) -> None:
                 type=_json_pair if get_args(hint)[1] is Any else _pair,
                 metavar="NAME=VALUE",
                 default={},
-                help=text,
+                help=f"{text} {JSON_VALUES}" if get_args(hint)[1] is Any else text,
             )
         elif field.name in TEXT_FILES:
             group.add_argument(flag, type=_text_file, metavar="FILE", help=text)
         else:
             group.add_argument(flag, help=text)
+
+
+def _typed(text: str) -> str:
+    """An option's text with mappings as one types them: `{"narrator": "system"}` is narrator=system."""
+
+    def pairs(found: re.Match[str]) -> str:
+        shown = ast.literal_eval(found[1]).items()
+        words = (f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in shown)
+        return " ".join(words)
+
+    return re.sub(r"`(\{.*?\})`", pairs, text)
 
 
 def _options(kind: type[Options], arguments: argparse.Namespace) -> Options:
@@ -487,11 +505,20 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _json_pair(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, the value as JSON where it is JSON (true, 3), else as text."""
+    """NAME=VALUE, the value as JSON where it is JSON (true, 3) or a word of `PYTHON_WORDS`, else as text.
+
+    Raises:
+        ArgumentTypeError: no pair, or a list or mapping as Python writes it.
+    """
     name, value = _pair(text)
+    if value in PYTHON_WORDS:
+        return name, PYTHON_WORDS[value]
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
+        with contextlib.suppress(ValueError, SyntaxError):
+            if isinstance(ast.literal_eval(value.strip()), dict | list | tuple | set):
+                raise argparse.ArgumentTypeError(f"{text!r} is Python: write the value as JSON") from None
         return name, value
 
 

@@ -653,6 +653,42 @@ def test_every_option_of_pack_has_help(capsys):
         assert action.help, action.option_strings
 
 
+def test_help_shows_pairs_as_they_are_typed(capsys):
+    """Each example of NAME=VALUE in the help is one that the parser takes, and none is a Python mapping."""
+    parser = cli._packing_parser("pack")
+    for flag, shown, value in (
+        ("--role", "narrator=system", "system"),
+        ("--column", "messages=dialog", "dialog"),
+        ("--template-arg", "enable_thinking=false", False),
+    ):
+        (action,) = (action for action in parser._actions if flag in action.option_strings)
+        assert shown in action.help
+        assert "{" not in action.help
+        words = ["in.jsonl", "--tokenizer", "t", flag, shown]
+        assert getattr(parser.parse_args(words), action.dest) == {shown.split("=")[0]: value}
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        *(("True", True), ("False", False), ("FALSE", False), ("None", None), ("true", True), ("3", 3)),
+        *(('{"a": [1]}', {"a": [1]}), ('"False"', "False"), ("yes", "yes"), ("[INST]", "[INST]"), ("", "")),
+    ],
+)
+def test_a_template_argument_means_what_it_says(typed, read):
+    """Python's True, False and None are no texts, which would be true; JSON is JSON, the rest is text."""
+    assert cli._json_pair(f"flag={typed}") == ("flag", read)
+
+
+@pytest.mark.parametrize("typed", ["{'a': 1}", "['a']", "(1, 2)", '[True, "a"]'])
+def test_a_python_list_is_no_text(padfree, typed):
+    """A list or mapping that is no JSON is refused: as a text, the template would go over its letters."""
+    status, _, err = padfree(*pack_words(CHATS, "out", "--template-arg", f"flag={typed}"))
+    assert status == 2
+    assert is_one_line(err)
+    assert "as JSON" in err
+
+
 def test_help_imports_nothing_heavy():
     """`padfree --help` starts without numpy, rich, torch, transformers and datasets."""
     code = (
