@@ -93,6 +93,7 @@ class TrainingData:
         Raises:
             ShardError: missing, damaged, or without a buffer.
         """
+
         def with_buffers(buffers: Sequence[LoadedBuffer]) -> dict[str, Any]:
             return {**collate(buffers), _BUFFERS: buffers}
 
