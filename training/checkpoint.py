@@ -209,7 +209,7 @@ def choose(directory: Path, *, resume: bool, restarted: bool, world: World) -> P
     Args:
         directory: The run directory.
         resume: Go on with the run that is there.
-        restarted: torchrun started this rank again, so go on if there is anything to go on with.
+        restarted: This launch's own run, which torchrun started again: go on if there is a checkpoint.
         world: The ranks.
 
     Raises:
@@ -220,7 +220,7 @@ def choose(directory: Path, *, resume: bool, restarted: bool, world: World) -> P
     held = any((directory / name).exists() for name in (FOLDER, METRICS))
     newest_step = _step(found) if found and world.chief else 0
     seen, step, again = world.sum(world.chief and held, newest_step, restarted)
-    if resume and not seen and not again:
+    if resume and not seen:
         raise ResumeError(f"{directory} holds no run to go on with: check run.dir, or start without --resume")
     if seen and not (resume or again):
         raise OutputError(f"{directory} holds a run already: go on with --resume, or choose another run.dir")

@@ -5,23 +5,53 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from training.errors import Unmet
+from training.files import replace_text
 
+MARK = "launch.txt"
+"""In the run directory: the agents that began the run, or went on with it, last."""
 _POLL_S = 0.01
 
 
-def restarted() -> bool:
-    """Whether torchrun started this process again after a failure (`--max-restarts`).
+def agent() -> str:
+    """A name of the torchrun that started this process, the same in all of its lives; "" without torchrun.
 
-    The agents of several machines count for themselves, so ranks may differ: ask all of them.
+    The run's id does not do, since the next launch may have it too (`--rdzv-id`). The folder of torchrun's
+    logs, `ID_RANDOM/attempt_N/LOCAL_RANK/error.json`, is made anew by every launch, on every machine.
     """
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file).parents[2].name if file else ""
+
+
+def mark(directory: Path, *, agents: Sequence[str]) -> None:
+    """Notes whose run it is, so that their later lives go on with it.
+
+    Args:
+        directory: The run's.
+        agents: Of all ranks.
+
+    Raises:
+        OutputError: the system refuses.
+    """
+    replace_text(directory / MARK, "".join(f"{name}\n" for name in sorted({*agents} - {""})))
+
+
+def restarted(directory: Path) -> bool:
+    """Whether an earlier life of this very launch (`--max-restarts`) began the run there, or took it over.
+
+    A life that was refused left no mark, so the next one is refused too. A machine may have joined since:
+    ask all ranks.
+    """
+    file = directory / MARK
+    return file.is_file() and agent() in file.read_text("utf-8", "replace").splitlines()
 
 
 def meet(*, timeout: timedelta) -> tuple[Store, int, int]:

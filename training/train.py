@@ -35,7 +35,7 @@ from training.faults import (
 )
 from training.files import check_digests, replace_text, weights_digest
 from training.fused import fuse
-from training.launch import restarted
+from training.launch import agent, mark, restarted
 from training.loggers import check_loggers, open_loggers
 from training.lora import add_adapters
 from training.loss import SupervisedLoss, choose_loss
@@ -79,7 +79,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         last = min(steps, config.run.steps or steps)
 
         # Where to begin.
-        saved = checkpoint.choose(directory, resume=resume, restarted=restarted(), world=world)
+        saved = checkpoint.choose(directory, resume=resume, restarted=restarted(directory), world=world)
         done, changed, base = 0, "", weights_digest(config.model.weights)
         if saved:
             trainer = checkpoint.read_trainer(saved)
@@ -120,9 +120,11 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             check_digests(saved, rank=world.rank, world_size=world.size)
             checkpoint.load(saved, model=root.model, optimizer=optimizer)
 
+        agents = world.gather(agent())
         if world.chief:
             with writing(directory):
                 directory.mkdir(parents=True, exist_ok=True)
+                mark(directory, agents=agents)
                 replace_text(directory / "config.toml", to_toml(config))
         loggers = open_loggers(config, directory=directory, done=done) if world.chief else []
         shown = Metrics(directory, steps=last, done=done, active=world.chief, loggers=loggers)

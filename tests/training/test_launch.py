@@ -87,6 +87,34 @@ def test_two_ranks_come_back_by_themselves_whenever_one_is_killed(
     assert losses(tmp_path / "cut") == pytest.approx(whole, rel=1e-4)
 
 
+def test_a_refusal_stays_one_in_the_next_life(
+    words: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only lives of the launch that began the run, or took it over, go on with it; others need --resume."""
+
+    def life(number: int, *options: str, launch: str, flags: tuple[str, ...] = ()) -> int:
+        file = f"logs/my-run_{launch}/attempt_{number}/0/error.json"  # torchrun's; all launches have one id
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        return main(words(*options, "checkpoint.every=1", flags=flags))
+
+    assert life(1, "run.steps=1", launch="begins", flags=("--resume",)) == 2
+    assert "holds no run to go on with" in capsys.readouterr().err
+    assert life(0, "run.steps=1", launch="begins") == 0
+    for number in range(2):
+        assert life(number, "run.steps=2", launch="other") == 2
+        assert "holds a run already" in capsys.readouterr().err
+    assert list(losses(tmp_path / "run")) == [1]
+    assert life(1, "run.steps=2", launch="begins") == 0
+    assert life(0, "run.steps=3", launch="takes-over", flags=("--resume",)) == 0
+    assert life(1, "run.steps=4", launch="begins") == 2
+    assert life(1, "run.steps=4", launch="takes-over") == 0
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+
+
 def test_two_agents_train_as_one(
     words: Callable[..., list[str]], tmp_path: Path, whole: dict[int, float]
 ) -> None:
