@@ -244,7 +244,7 @@ def check_resume(
     ranks: int,
     accept: Sequence[str] = (),
 ) -> str:
-    """Refuses a checkpoint of another model, of other settings, beside other weights, or of a run at its end.
+    """Refuses a checkpoint of another model, of other settings, beside other weights, or of a later step.
 
     Args:
         trainer: What is saved.
@@ -298,11 +298,15 @@ def check_resume(
             f"{trainer['ranks']} ranks, data.buffers and data.accumulation as they were, or add "
             "--accept data.accumulation"
         )
-    if trainer["step"] >= steps:
+    if trainer["step"] > steps:
         raise ResumeError(
             f"the run has taken {trainer['step']} of {steps} steps: raise schedule.steps or run.steps"
         )
-    return ", ".join(f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items())
+    return ", ".join(f"{key} {_shown(key, old)} → {_shown(key, new)}" for key, (old, new) in changed.items())
+
+
+def _shown(key: str, value: object) -> str:
+    return "to the end" if (key, value) == ("run.steps", 0) else repr(value)
 
 
 def _settings(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

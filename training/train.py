@@ -96,6 +96,10 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             done = trainer["step"]
             if not config.lora.rank:  # nothing is read from there, and an export builds on what was
                 base = trainer["base"]
+            if done == last:
+                if world.chief:
+                    print(f"finished: {done} of {last} steps, nothing to do")
+                return
 
         # The model: shapes first, kernels bound, then values and shards block by block.
         numbers = precision(config, world)
@@ -110,7 +114,8 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             if world.chief:
                 bill = itemised(config, root.model, world=world, capacity=data.capacity, precision=numbers)
                 flops = most(operations, capacity=data.capacity)
-                print("\n".join([to_toml(config), summary, *bill, flops]))
+                feeds = f"{len(data.shards):,} buffers: at most {len(data.shards):,} ranks"
+                print("\n".join([to_toml(config), summary, feeds, *bill, flops]))
             return
         spread(root, config, world, precision=numbers)
         optimizer = make_optimizer(root, optim=config.optim)

@@ -93,7 +93,10 @@ def test_a_refusal_stays_one_in_the_next_life(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only lives of the launch that began the run, or took it over, go on with it; others need --resume."""
+    """Only lives of the launch that began the run, or took it over, go on with it; others need --resume.
+
+    A later life of a finished run has nothing to do, and is none that failed.
+    """
 
     def life(number: int, *options: str, launch: str, flags: tuple[str, ...] = ()) -> int:
         file = f"logs/my-run_{launch}/attempt_{number}/0/error.json"  # torchrun's; all launches have one id
@@ -112,6 +115,9 @@ def test_a_refusal_stays_one_in_the_next_life(
     assert life(0, "run.steps=3", launch="takes-over", flags=("--resume",)) == 0
     assert life(1, "run.steps=4", launch="begins") == 2
     assert life(1, "run.steps=4", launch="takes-over") == 0
+    capsys.readouterr()
+    assert life(2, "run.steps=4", launch="takes-over") == 0
+    assert "finished: 4 of 4 steps, nothing to do" in capsys.readouterr().out
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
 
 

@@ -71,11 +71,14 @@ def test_a_run_directory_tells_all(words: Callable[..., list[str]], tmp_path: Pa
     assert main(["check", str(run), "--eval-ratio", "0.1"]) == 1
 
 
-def test_steps_of_epochs_and_an_early_stop(words: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_steps_of_epochs_and_an_early_stop(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without schedule.steps the epochs decide, each rounded up; run.steps stops on the same schedule."""
     epochs = ("schedule.steps=0", "schedule.epochs=2", "schedule.warmup=3", "data.accumulation=5")
     assert main(words(*epochs, "run.steps=2")) == 0
     assert main(words(*epochs, flags=("--resume",))) == 0
+    assert "run.steps 2 → to the end" in " ".join(capsys.readouterr().out.split())
     lines = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     assert [line["buffers"] for line in lines] == [5, 5, 2, 5, 5, 2]  # 2 x 12 buffers, 5 a step
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -119,6 +122,7 @@ def test_dry_run_checks_and_writes_nothing(
     output = capsys.readouterr().out
     assert "[schedule]" in output
     assert "Qwen3_5ForCausalLM" in output
+    assert "\n12 buffers: at most 12 ranks\n" in output
     assert not (tmp_path / "run").exists()
     assert main(words("data.shards=nowhere", flags=("--dry-run",))) == 2
 
@@ -346,7 +350,10 @@ def test_weights_that_are_not_plain_numbers_are_refused(
 def test_wrong_resume_is_refused(
     words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over a run, of none, with other shards, another model, past the end: one line, nothing lost."""
+    """Over a run, of none, with other shards, another model, past the end: one line, nothing lost.
+
+    At the end there is nothing to do, and that is no failure.
+    """
     assert main(words("run.steps=2")) == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     resume: dict[str, Any] = {"flags": ("--resume",)}
@@ -358,7 +365,10 @@ def test_wrong_resume_is_refused(
     refused(words("run.seed=1", **resume), capsys, "seed")
     (tmp_path / "other.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
     refused(words(f"model.config={tmp_path / 'other.json'}", **resume), capsys, "another model")
-    refused(words("run.steps=2", **resume), capsys, "2 of 2 steps")
+    refused(words("run.steps=1", **resume), capsys, "2 of 1 steps")
+    refused(words("run.steps=2"), capsys, "holds a run already")
+    assert main(words("run.steps=2", **resume)) == 0
+    assert capsys.readouterr().out == "finished: 2 of 2 steps, nothing to do\n"
     trainer = tmp_path / "run" / "checkpoints" / "step-00000002" / "trainer.json"
     text = trainer.read_text()
     trainer.write_text(json.dumps(json.loads(text) | {"format": 99}))
