@@ -24,6 +24,8 @@ FILE_BYTES = 4 * 2**30
 """A file of the export holds about so much; one file is what is in memory at a time."""
 
 INDEX = "model.safetensors.index.json"
+_TOKENIZER = "tokenizer_config.json"
+_NOT_THE_TOKENIZERS = ("config.json", "generation_config.json", "adapter_config.json")
 SMALL = (".json", ".jinja", ".txt", ".model", ".md")
 """Endings of what is copied beside the weights: configuration, tokenizer, template, generation settings."""
 
@@ -41,7 +43,7 @@ def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | 
         dtype: Of the weights: "bfloat16", "float16", "float32"; None as they are stored.
 
     Returns:
-        A line that says what was written.
+        A line that says what was written, and whether the tokenizer is missing.
 
     Raises:
         InputError: no checkpoint, or no tokenizer there, or other weights where the run began.
@@ -60,19 +62,22 @@ def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | 
     check_digests(place)
     if dtype not in (None, "bfloat16", "float16", "float32"):
         raise OptionError(f"--dtype {dtype} is none of bfloat16, float16, float32")
+    if tokenizer is not None and not (Path(tokenizer) / _TOKENIZER).exists():
+        raise InputError(f"{tokenizer}: no {_TOKENIZER}; give a directory that holds a tokenizer")
     target, beside = Path(out), Path(out).with_name(f".{Path(out).name}.partial")
     if target.exists():
         raise OutputError(f"{target} exists: choose another name, or remove it")
     with writing(target):
-        tensors, size = _write(place, beside, trainer=trainer, tokenizer=tokenizer, dtype=dtype)
+        tensors, size = _write(place, beside, trainer=trainer, dtype=dtype)
+        if tokenizer is not None:
+            _copy_small(Path(tokenizer), beside, but=_NOT_THE_TOKENIZERS)
         os.replace(beside, target)
-    return f"{place} exported to {target}: {tensors} tensors, {size / 2**30:.2f} GiB"
+    left_out = "" if (target / _TOKENIZER).exists() else "; no tokenizer copied: add --tokenizer DIR"
+    return f"{place} exported to {target}: {tensors} tensors, {size / 2**30:.2f} GiB{left_out}"
 
 
-def _write(
-    place: Path, beside: Path, *, trainer: Mapping[str, Any], tokenizer: str | None, dtype: str | None
-) -> tuple[int, int]:
-    """Writes all files of the export; how many tensors, and their bytes."""
+def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str | None) -> tuple[int, int]:
+    """Writes the weights and what lies beside the starting ones; how many tensors, and their bytes."""
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
 
@@ -86,12 +91,6 @@ def _write(
     else:
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
         config.save_pretrained(beside)
-    if tokenizer is not None:
-        if not (Path(tokenizer) / "tokenizer_config.json").exists():
-            raise InputError(
-                f"{tokenizer}: no tokenizer_config.json; give a directory that holds a tokenizer"
-            )
-        _copy_small(Path(tokenizer), beside, but=("config.json", "generation_config.json"))
 
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
     cast = getattr(torch, dtype) if dtype else None

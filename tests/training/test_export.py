@@ -36,7 +36,9 @@ def trained(folder: Path, *overrides: str) -> Path:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_export_opens_with_equal_logits(tmp_path: Path, tied: bool) -> None:
+def test_export_opens_with_equal_logits(
+    tmp_path: Path, tied: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The exported directory gives the checkpoint's logits, bit for bit, and no longer the starting ones."""
     start = Qwen3ForCausalLM(
         Qwen3Config(
@@ -54,6 +56,7 @@ def test_export_opens_with_equal_logits(tmp_path: Path, tied: bool) -> None:
     run = trained(tmp_path, f"model.weights={tmp_path / 'start'}")
     out = tmp_path / "out"
     assert main(["export", str(run), str(out), "--tokenizer", str(TOKENIZER)]) == 0
+    assert "no tokenizer" not in capsys.readouterr().out
     opened = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (out / "tokenizer_config.json").exists()
     saved = newest(run / "checkpoints")
@@ -66,10 +69,11 @@ def test_export_opens_with_equal_logits(tmp_path: Path, tied: bool) -> None:
     assert not torch.allclose(opened(ids).logits, start_logits, atol=1e-3)
 
 
-def test_export_of_random_weights_in_bf16(tmp_path: Path) -> None:
-    """Without starting weights the configuration comes from the checkpoint; --dtype casts."""
+def test_export_of_random_weights_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without starting weights the configuration comes from the checkpoint, and no tokenizer, as is said."""
     run = trained(tmp_path, "model.config=tiny-qwen3_5")
     assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert "no tokenizer copied: add --tokenizer DIR" in capsys.readouterr().out
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(opened).__name__ == "Qwen3_5ForCausalLM"
     saved = newest(run / "checkpoints")
