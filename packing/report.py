@@ -329,15 +329,21 @@ def tokenizer_of(shards: ShardSet, *, name: str | None) -> PreTrainedTokenizerBa
     """
     from packing.chat import load_tokenizer, tokenizer_digest
 
+    path = shards.path / RUN
+    told = name is not None
     if name is None:
-        path = shards.path / RUN
         try:
             name = str(json.loads(path.read_bytes())["tokenizer"])
         except (OSError, ValueError, KeyError):
             raise InputError(
                 f"{path} does not say which tokenizer was used: give it as --tokenizer"
             ) from None
-    tokenizer = load_tokenizer(name)
+    try:
+        tokenizer = load_tokenizer(name)
+    except InputError as error:
+        if told:
+            raise
+        raise InputError(f"{error}; {path} names it: give where it lies now with --tokenizer") from error
     digest = shards.manifest["fingerprint"].get("chat", {}).get("tokenizer")
     if digest not in (None, tokenizer_digest(tokenizer)):
         raise InputError(

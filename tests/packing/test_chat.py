@@ -482,6 +482,52 @@ def test_a_missing_tokenizer_is_one_line(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("/nope", "/nope: no such folder$"),
+        ("~/nope", "~/nope: no such folder$"),
+        ("there/mdoel", "there/mdoel: no such folder$"),
+        ("a/b/c", "a/b/c: no such folder$"),
+        ("one.json", "one.json is a file"),
+        ("a b", "no such folder, and no name that the hub can have"),
+        ("there", "the folder there holds no tokenizer"),
+        ("config", "the folder config holds no tokenizer"),
+    ],
+)
+def test_a_path_to_no_tokenizer_says_so(tmp_path, monkeypatch, name, says):
+    """A path to nothing, to a file, or to a folder without vocabulary is told in our words."""
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    Path("config").mkdir()
+    Path("config", "config.json").write_text(
+        '{"model_type": "qwen3"}'
+    )  # transformers makes an empty one of it
+    Path("one.json").write_text("{}")
+    with pytest.raises(InputError, match=says):
+        load_tokenizer(name)
+
+
+def test_a_hub_out_of_reach_is_asked_once(tmp_path, monkeypatch):
+    """A misspelt folder's name that is in no cache costs one question, and is not handed to the loading."""
+    import huggingface_hub
+    import transformers
+    from huggingface_hub.errors import HTTPError
+
+    asked = []
+
+    def out_of_reach(name, **_):
+        asked.append(name)
+        raise HTTPError("Name or service not known")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "model_info", out_of_reach)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(InputError, match="mdoel: no such folder, and the hub can't be reached"):
+        load_tokenizer("mdoel")
+    assert asked == ["mdoel"]
+
+
 def test_a_tokenizer_is_loaded_as_its_file_says(tmp_path, monkeypatch):
     """Where AutoTokenizer rebuilds one that loses spaces, the file's own is loaded; else it is refused."""
     import transformers

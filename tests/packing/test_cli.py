@@ -337,6 +337,20 @@ def test_inspect_refuses_another_tokenizer(padfree, packed, tmp_path):
     assert "not the tokenizer" in err
 
 
+def test_inspect_says_how_to_name_a_tokenizer_that_moved(padfree, tmp_path):
+    """The path in run.json leads nowhere any more: the line names it and the option."""
+    before = copy_tokenizer(tmp_path / "before")
+    (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n")
+    pack_dataset([str(tmp_path / "rows.jsonl")], tokenizer=str(before), out=tmp_path / "out", capacity=64)
+    before.rename(tmp_path / "after")
+    status, _, err = padfree("inspect", tmp_path / "out")
+    assert status == 2
+    assert is_one_line(err)
+    assert f"{before}: no such folder" in err
+    assert "give where it lies now with --tokenizer" in err
+    assert padfree("inspect", tmp_path / "out", "--tokenizer", tmp_path / "after")[0] == 0
+
+
 def copy_tokenizer(folder, **changes):
     folder.mkdir()
     for file in TOKENIZER.iterdir():
