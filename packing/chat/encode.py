@@ -8,11 +8,12 @@ labels   -100 ...                                            19841 151645 -100
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,7 @@ from packing.chat.dialect import Note, adapt, check_tools
 from packing.chat.ids import Tokens, around, by_bytes, by_places, difference
 from packing.chat.recipe import NotEqual
 from packing.chat.spans import check_untrained, find_turns
-from packing.chat.template import RENDER_ERRORS, ChatTemplate, Render
+from packing.chat.template import RENDER_ERRORS, RESERVED_ARGUMENTS, ChatTemplate, Render
 from packing.chat.tokenizer import PROBES, any_of, digest_of, plain_backend, tokenizer_digest, tokenizer_json
 from packing.errors import OptionError, PadfreeError, Reason, RowRejected, TemplateError, check_choices
 from packing.example import Conversation, Example, make_example
@@ -155,6 +156,7 @@ class ChatEncoder:
         if self.options.chat_template is not None or tokenizer.chat_template is not None:
             self._without_tools = self._learn(tools=None)
             self._with_tools = self._learn(tools=[{}])
+            _check_arguments(self.options.template_args, [template for template, _ in self._chats.values()])
         markers = {marker for _, calibration in self._chats.values() for marker in calibration.markers}
         control = {*markers, *(token.content for token in special.values())}
         sources = "".join(self._chats)
@@ -633,6 +635,21 @@ def chat_template_of(tokenizer: Any, options: ChatOptions, *, tools: Sequence[An
         arguments=options.template_args,
         date=options.template_date,
     )
+
+
+def _check_arguments(arguments: Iterable[str], templates: Sequence[ChatTemplate]) -> None:
+    """Each argument is read somewhere: one that is misspelt would change nothing, silently.
+
+    Raises:
+        OptionError: names it and the nearest name that a template reads.
+    """
+    read = frozenset().union(*(template.variables for template in templates))
+    for name in arguments:
+        if name not in read:
+            free = sorted(read - RESERVED_ARGUMENTS)
+            near = difflib.get_close_matches(name, free, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"names it may read: {', '.join(free) or 'none'}"
+            raise OptionError(f"--template-arg {name}: {templates[0].name} never reads it; {hint}")
 
 
 def _check_marks(template: ChatTemplate, calibration: Calibration) -> None:

@@ -20,7 +20,7 @@ from types import BuiltinMethodType
 from typing import Any, NamedTuple, cast
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Namespace
@@ -223,6 +223,9 @@ class ChatTemplate:
         arguments: The user's `--template-arg`.
         date: What `strftime_now` tells the template, as YYYY-MM-DD; None leaves the clock.
 
+    Attributes:
+        variables: Names that the template may read from outside; those of its own loops are not among them.
+
     Raises:
         TemplateError: it does not compile, or it can never give the same text twice.
         OptionError: a reserved argument, or a date that is none.
@@ -247,6 +250,7 @@ class ChatTemplate:
         marks = sum(_is_generation(node) for node in tree.find_all(nodes.CallBlock))
         self.has_generation = marks > 0
         self.reads = _names_read(tree)
+        self.variables = frozenset(meta.find_undeclared_variables(tree))
         self.printed = frozenset(node.data for node in tree.find_all(nodes.TemplateData)) | self.reads
         self.prints_date = any(node.name == "strftime_now" for node in tree.find_all(nodes.Name))
         _refuse_chance(tree, name)

@@ -35,6 +35,9 @@ SPECIAL = [
     "<|end|>",
 ]
 
+THINKING = "{% set answer = not enable_thinking %}" + T["chatml"]
+"""A template that reads an argument."""
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -324,7 +327,8 @@ def test_the_fingerprint_is_stable_and_covers_all(tokenizer):
         ChatEncoder(tokenizer, options=ChatOptions(**options)).fingerprint()
         for options in (
             {"chat_template": T["chatml"]},
-            {"template_args": {"style": "brief"}},
+            {"chat_template": THINKING},
+            {"chat_template": THINKING, "template_args": {"enable_thinking": False}},
             {"template_date": "2024-02-29"},
             {"train_on": "last"},
             {"turns": "expand"},
@@ -334,7 +338,7 @@ def test_the_fingerprint_is_stable_and_covers_all(tokenizer):
     larger = pickle.loads(pickle.dumps(tokenizer))
     larger.add_tokens(["wombat"])
     others.append(ChatEncoder(larger).fingerprint())
-    assert len({json.dumps(each, sort_keys=True) for each in [base, *others]}) == 8
+    assert len({json.dumps(each, sort_keys=True) for each in [base, *others]}) == 9
 
 
 def test_the_digest_is_the_same_in_another_process():
@@ -472,6 +476,23 @@ def test_a_tokenizer_that_does_more_than_its_template_is_refused(tokenizer):
     adding.__class__ = Adding
     with pytest.raises(TemplateError, match="apply_chat_template"):
         ChatEncoder(adding, options=ChatOptions(chat_template=T["chatml"]))
+
+
+def test_an_argument_that_no_template_reads_is_refused(tokenizer):
+    """A misspelt name is an error with the nearest one; a name read in a macro or for tools alone is not."""
+
+    def make(template, name):
+        changed = pickle.loads(pickle.dumps(tokenizer))
+        changed.chat_template = template
+        ChatEncoder(changed, options=ChatOptions(template_args={name: False}))
+
+    with pytest.raises(OptionError, match=r"enable_thinkin: .*did you mean enable_thinking\?"):
+        make(THINKING, "enable_thinkin")
+    with pytest.raises(OptionError, match=r"flag: .*names it may read: none"):
+        make(T["chatml"], "flag")
+    make(THINKING, "enable_thinking")
+    make(f"{{% macro end() %}}{THINKING}{{% endmacro %}}{T['chatml']}", "enable_thinking")
+    make({"default": T["chatml"], "tool_use": THINKING}, "enable_thinking")
 
 
 def test_a_missing_tokenizer_is_one_line(tmp_path):

@@ -121,6 +121,7 @@ def test_stats_show_lengths(padfree, packed):
 def test_options_reach_the_tokens(padfree, tmp_path):
     """Flags of every kind end in the manifest: choices, pairs, JSON values, dates, files."""
     (tmp_path / "own.jinja").write_text(
+        "{% set same = flag == word %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
         "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

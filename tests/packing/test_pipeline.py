@@ -284,7 +284,6 @@ def test_bytes_do_not_depend_on_the_folder(tmp_path, tokenizer, monkeypatch):
         {"algorithm": "next_fit"},
         {"eval_fraction": 0.1},
         {"chat": ChatOptions(train_on="last")},
-        {"chat": ChatOptions(template_args={"enable_thinking": False})},
         {"formats": FormatOptions(trailing_user="reject")},
     ],
     ids=str,
