@@ -15,6 +15,7 @@ import inspect as introspection
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from packing.errors import InputError, OptionError, OutputError, PadfreeError, ShardError
+from packing.errors import InputError, OptionError, OutputError, PadfreeError, ShardError, TooManyRejects
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,7 +143,7 @@ def pack(words: Sequence[str]) -> int:
         raise OptionError("pack needs --out DIR, or --dry-run N to write nothing")
     from packing.pipeline import pack_dataset
 
-    with _unwound_by_sigterm(), _progress(sys.stderr.isatty()) as on_progress:
+    with _unwound_by_sigterm(), _shown_rejects(words), _progress(sys.stderr.isatty()) as on_progress:
         report = pack_dataset(
             arguments.inputs,
             out=arguments.out,
@@ -190,6 +191,16 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _shown_rejects(words: Sequence[str]) -> Iterator[None]:
+    """Where too many rows were rejected, the command that shows more of them, as it can be pasted."""
+    try:
+        yield
+    except TooManyRejects as error:
+        again = shlex.join(["padfree", "pack", *words, "--dry-run", str(error.rows)])
+        raise TooManyRejects(f"{error}; see more with: {again} (--json has all)", rows=error.rows) from error
+
+
 def bench(words: Sequence[str]) -> int:
     """Packs into a folder that is thrown away, and prints the seconds of each stage."""
     arguments = _packing_parser("bench").parse_args(words)
@@ -198,6 +209,7 @@ def bench(words: Sequence[str]) -> int:
 
     with (
         _unwound_by_sigterm(),
+        _shown_rejects(words),
         tempfile.TemporaryDirectory() as folder,
         _progress(sys.stderr.isatty()) as on_progress,
     ):

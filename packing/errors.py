@@ -65,7 +65,11 @@ class TemplateError(PadfreeError):
 
 
 class TooManyRejects(PadfreeError):
-    """More rows were rejected than `--max-rejects` allows."""
+    """More rows were rejected than `--max-rejects` allows, of `rows` that were read."""
+
+    def __init__(self, message: str, *, rows: int) -> None:
+        super().__init__(message)
+        self.rows = rows
 
 
 class ShardError(PadfreeError):

@@ -148,7 +148,8 @@ def _shape(report: Mapping[str, Any]) -> Table:
     if "seconds" in report:
         total = report["seconds"]["total"]
         speed = report["accounting"]["tokens"]["in"] / total
-        table.add_row("time", f"{total:.1f} s, {speed:,.0f} tokens/s, {_many(report['workers'], 'worker')}")
+        time = f"{total:.1f} s without loading libraries and tokenizer"
+        table.add_row("time", f"{time}, {speed:,.0f} tokens/s, {_many(report['workers'], 'worker')}")
     if "encoder" in report:
         table.add_row("encoder", _encoder_line(report["encoder"]))
     return table
@@ -156,7 +157,7 @@ def _shape(report: Mapping[str, Any]) -> Table:
 
 def _encoder_line(encoder: Mapping[str, Any]) -> str:
     counts = ", ".join(f"{count:,} by {name}" for name, count in encoder["examples"].items())
-    return f"{encoder['encoder']} ({encoder['why']}); examples: {counts or 'none'}"
+    return f"{encoder['encoder']} ({encoder['why']}); encoded, later rejects included: {counts or 'none'}"
 
 
 def stages(report: PackReport) -> dict[str, float]:

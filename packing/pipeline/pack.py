@@ -483,7 +483,8 @@ def _check_rows(accounting: Accounting, *, max_rejects: float, inputs: Sequence[
     if accounting.rejected > Fraction(str(max_rejects)) * accounting.rows:
         raise TooManyRejects(
             f"{counts}, more than --max-rejects {max_rejects} allows; nothing was written. "
-            f"The first: {first}. See more with --dry-run, mend the rows, or raise --max-rejects"
+            f"The first: {first}. Mend the rows, or raise --max-rejects",
+            rows=accounting.rows,
         )
     if accounting.rejected == accounting.rows:
         raise InputError(f"{counts}, so there is nothing to pack. The first: {first}")

@@ -5,6 +5,7 @@ import gzip
 import importlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -396,6 +397,33 @@ def test_too_many_bad_rows_stop_the_run(padfree, tmp_path, kind):
     assert "1 of 4 rows" in err
     assert f"rows.jsonl:1 {reason}" in err
     assert os.listdir(tmp_path) == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("verb", ["pack", "bench"])
+def test_too_many_bad_rows_name_a_command_that_shows_them(padfree, tmp_path, verb):
+    """The line ends in a command that can be pasted, with the run's own options; it lists them all."""
+    rows = tmp_path / "my rows.jsonl"
+    rows.write_text(f"{GOOD}\n" * 3 + "{\n" * 6, "utf-8")
+    more = ("--out", tmp_path / "out") if verb == "pack" else ()
+    status, _, err = padfree(verb, rows, "--tokenizer", TOKENIZER, "--capacity", 64, *more)
+    assert status == 2
+    assert is_one_line(err)
+    command = shlex.split(err.partition("see more with: ")[2].removesuffix(" (--json has all)\n"))
+    assert command[:2] == ["padfree", "pack"]
+    assert command[-2:] == ["--dry-run", "9"]
+    status, out, err = padfree(*command[1:])
+    assert (status, err) == (0, "")
+    assert out.count("rows.jsonl:") == 6
+    assert "64 tokens" in out
+
+
+def test_pack_says_what_it_counts(padfree, tmp_path):
+    """The time leaves out the loading, and the encoder also saw what was too long: both are said."""
+    long = GOOD.replace('"q"', f'"{"long " * 200}"')
+    (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n" * 19 + long + "\n", "utf-8")
+    _, out, _ = padfree(*pack_words(tmp_path / "rows.jsonl", tmp_path / "out", "--capacity", 64))
+    assert "later rejects included: 20 by tokenizers" in out
+    assert "s without loading libraries and tokenizer" in out
 
 
 def bad_inputs(folder):
