@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_shards import VOCABULARY, some_shards
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
+from packing.sample import TOKENIZER
 from packing.shards import open_shards
 from training.__main__ import main
 from training.checkpoint import model_sizes, newest, read_model
@@ -72,7 +73,8 @@ def test_exported_adapters_open_in_peft_with_equal_loss(place: Path, run: Path) 
     first, *_, last = losses(run, "eval")
     assert first == pytest.approx(held_out_loss(stock, place / "shards"), rel=1e-5)
     assert last < first - 0.05
-    assert main(["export", str(run), str(place / "adapter")]) == 0
+    assert main(["export", str(run), str(place / "adapter"), "--tokenizer", str(TOKENIZER)]) == 0
+    assert (place / "adapter" / "tokenizer_config.json").exists()
     opened = peft.PeftModel.from_pretrained(stock, place / "adapter").eval()
     assert held_out_loss(opened, place / "shards") == pytest.approx(last, rel=1e-5)
     config = peft.PeftConfig.from_pretrained(place / "adapter")
