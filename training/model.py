@@ -84,6 +84,9 @@ def saved_config(place: str) -> PretrainedConfig:
     Raises:
         InputError: none that transformers knows and takes.
     """
+    # The hub knows NAME and OWNER/NAME alone; asked for a path it says that a name can't have such letters.
+    if (place.startswith(("/", ".", "~")) or place.count("/") > 1) and not Path(place).exists():
+        raise InputError(f"{place}: no such file or directory")
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=False)
     # Much of what transformers computes from a bad value it does not check first.

@@ -75,6 +75,17 @@ def test_what_a_user_can_cause_is_one_line(tmp_path: Path) -> None:
     assert all("\n" not in check.detail for check in found.checks)
 
 
+@pytest.mark.parametrize("name", ["/nope", "./nope", "~/nope", "a/b/nope"])
+def test_a_path_to_nothing_is_not_taken_for_a_name_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's rules for names say nothing to who gave a path that leads nowhere."""
+    monkeypatch.chdir(tmp_path)
+    found = doctor.run_doctor(name, device="cpu")
+    assert found.exit_code == 1
+    assert found.checks[-1].detail == f"{name}: no such file or directory"
+
+
 def test_a_refused_layer_fails_the_model_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
