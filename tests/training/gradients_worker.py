@@ -49,8 +49,8 @@ def gradient(config: Config, world: World) -> dict[str, torch.Tensor]:
 
 
 def configuration(folder: Path, shards: Path, *overrides: str) -> Config:
-    """A configuration of the tiny model on the shards."""
-    path = folder / "gradients.toml"
+    """A configuration of the tiny model on the shards, in a file of this rank's own."""
+    path = folder / f"gradients-{os.environ.get('RANK', '0')}.toml"
     path.write_text(f'[data]\nshards = "{shards}"\n[model]\nconfig = "tiny-qwen3_5"\n[eval]\nevery = 1\n')
     return load(path, overrides=overrides)
 
