@@ -3,6 +3,7 @@
 import json
 import resource
 import sqlite3
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,14 @@ def test_live_display_on_a_terminal(
     assert "\x1b[2K" in output, "the line is erased and drawn again"
 
 
+def trackio_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """trackio reads its folder when it is imported, which another test's trainer may have done."""
+    monkeypatch.setenv("TRACKIO_DIR", str(folder))
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "trackio" and hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", folder)
+
+
 def logged(folder: Path) -> dict[str, dict[int, float]]:
     """The training losses by step that each logger holds."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -110,7 +119,7 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
 def test_loggers_get_what_the_file_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All three at once, no network; a resumed run goes on in the same; and the file makes a picture."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio_into(tmp_path / "trackio", monkeypatch)
     shards = some_shards(tmp_path / "shards")
     (tmp_path / "run.toml").write_text(
         f'[data]\nshards = "{shards}"\n[model]\nconfig = "tiny-qwen3_5"\n[eval]\nevery = 2\n'
