@@ -92,7 +92,7 @@ def test_live_display_on_a_terminal(
 
 
 def trackio_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """trackio reads its folder when it is imported, which another test's trainer may have done."""
+    """Trackio reads its folder when it is imported, which another test's trainer may have done."""
     monkeypatch.setenv("TRACKIO_DIR", str(folder))
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "trackio" and hasattr(module, "TRACKIO_DIR"):
