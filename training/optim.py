@@ -124,8 +124,8 @@ def clip(parameters: Iterable[nn.Parameter], *, limit: float) -> float:
     """Scales the gradients down to the limit where their common norm is above it; 0 leaves them.
 
     Waits for the device: a factor known on the host costs one vectorised pass over the gradients, and
-    none below the limit. A factor in an fp32 tensor takes torch's slow path for bf16: 73 ms a step at 27B
-    on two H200s.
+    none below the limit. A factor in an fp32 tensor takes torch's slow path for bf16: 24 ms a step for 4.4
+    billion gradients on an H200.
 
     Returns:
         The norm before, over all ranks and parameters.
