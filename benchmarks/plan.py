@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-from record import save, spread
+from record import save, save_plot, spread
 
 from packing.plan import lower_bound, plan_bins
 
@@ -187,12 +187,8 @@ def plot(speed: Mapping[int, Mapping[str, Any]], *, to: Path) -> None:
     for name, label in names.items():
         if all(name in found for found in speed.values()):
             axes.plot(list(speed), [found[name]["median"] for found in speed.values()], "o-", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="lengths", ylabel="seconds, median")
-    axes.grid(which="both", alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(to)
-    print(f"saved {to}")
+    axes.set(xlabel="lengths", ylabel="seconds, median")
+    save_plot(figure, axes, to)
 
 
 def main() -> None:

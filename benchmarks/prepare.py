@@ -35,7 +35,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from record import save, spread
+from record import save, save_plot, spread
 
 from packing.chat import ChatEncoder, ChatOptions, load_tokenizer
 from packing.pipeline import PackReport, pack_dataset
@@ -279,12 +279,8 @@ def plot(over: Mapping[str, Mapping[str, float]], *, to: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 4), dpi=90)
     for name in next(iter(over.values())):
         axes.plot([int(size) for size in over], [taken[name] for taken in over.values()], "o-", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="conversations", ylabel="seconds, files to packed buffers")
-    axes.grid(which="both", alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(to)
-    print(f"saved {to}")
+    axes.set(xlabel="conversations", ylabel="seconds, files to packed buffers")
+    save_plot(figure, axes, to)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,16 @@ def seconds(call: Callable[[], object], *, runs: int = 7, warmup: int = 1) -> di
     return spread(samples)
 
 
+def save_plot(figure: Any, axes: Any, to: Path) -> None:
+    """Saves a picture of times over sizes, both axes logarithmic."""
+    axes.set(xscale="log", yscale="log")
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(to)
+    print(f"saved {to}")
+
+
 def version(package: str) -> str | None:
     """The installed version, or None."""
     try:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from training.packed import (
+from packing import atomic
+from packing.errors import (
     InputError,
     OptionError,
     OutputError,
     PadfreeError,
     ResumeError,
     ShardError,
-    atomic,
     one_line,
 )
 

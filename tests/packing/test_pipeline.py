@@ -152,26 +152,21 @@ def many(tmp_path_factory):
     return [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
 
 
+AS_REFERENCE = {"capacity": 600, "eval_fraction": 0.1, "seed": 3}
+
+
 @pytest.fixture(scope="module")
 def reference(many, tokenizer, tmp_path_factory):
     """What one worker makes of them."""
     out = tmp_path_factory.mktemp("reference") / "out"
-    pack_dataset(many, tokenizer=tokenizer, out=out, capacity=600, eval_fraction=0.1, seed=3)
+    pack_dataset(many, tokenizer=tokenizer, out=out, **AS_REFERENCE)
     return contents(out)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
 def test_bytes_do_not_depend_on_the_workers(tmp_path, many, tokenizer, reference, workers):
     """Any number of processes, and a second run, give every file but run.json byte for byte."""
-    pack_dataset(
-        many,
-        tokenizer=tokenizer,
-        out=tmp_path / "out",
-        capacity=600,
-        eval_fraction=0.1,
-        seed=3,
-        workers=workers,
-    )
+    pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", workers=workers, **AS_REFERENCE)
     assert contents(tmp_path / "out") == reference
     assert "rejects.jsonl" in reference
     assert "eval/data-00000.arrow" in reference
@@ -180,9 +175,7 @@ def test_bytes_do_not_depend_on_the_workers(tmp_path, many, tokenizer, reference
 def test_bytes_do_not_depend_on_how_processes_start(tmp_path, many, tokenizer, reference, monkeypatch):
     """Spawned workers, which share nothing with this process, give the same bytes as forked ones."""
     monkeypatch.setattr(pool, "start_method", lambda: "spawn")
-    pack_dataset(
-        many, tokenizer=tokenizer, out=tmp_path / "out", capacity=600, eval_fraction=0.1, seed=3, workers=2
-    )
+    pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", workers=2, **AS_REFERENCE)
     assert contents(tmp_path / "out") == reference
 
 
@@ -193,9 +186,7 @@ def test_bytes_do_not_depend_on_the_encoder(tmp_path, many, tokenizer, reference
         many,
         tokenizer=tokenizer,
         out=tmp_path / "out",
-        capacity=600,
-        eval_fraction=0.1,
-        seed=3,
+        **AS_REFERENCE,
         workers=workers,
         chat=ChatOptions(encoder="tiktoken"),
     )
@@ -221,15 +212,7 @@ def differing(monkeypatch):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_wrong_encoder_is_given_up(tmp_path, many, tokenizer, reference, differing, caplog, workers):
     """One difference, and all is packed again by the tokenizer's own library; it is said and recorded."""
-    report = pack_dataset(
-        many,
-        tokenizer=tokenizer,
-        out=tmp_path / "out",
-        capacity=600,
-        eval_fraction=0.1,
-        seed=3,
-        workers=workers,
-    )
+    report = pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", workers=workers, **AS_REFERENCE)
     assert contents(tmp_path / "out") == reference
     assert report.encoder["encoder"] == "tokenizers"
     assert "id 5 is 6" in report.encoder["why"]

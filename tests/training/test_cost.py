@@ -29,9 +29,9 @@ def test_attention_counts_pairs_within_examples() -> None:
         assert counted.step([3]) + counted.step([5]) == counted.step([5, 3])
 
 
-def test_operations_of_a_plain_model_by_hand() -> None:
-    """6 x weights in products x tokens, 12 x heads x width x pairs; embedding and norms count nothing."""
-    config = Qwen3Config(
+def plain() -> Qwen3Config:
+    """Two layers of attention and MLP, small enough to count by hand."""
+    return Qwen3Config(
         vocab_size=50,
         hidden_size=8,
         intermediate_size=12,
@@ -40,6 +40,11 @@ def test_operations_of_a_plain_model_by_hand() -> None:
         num_key_value_heads=1,
         head_dim=4,
     )
+
+
+def test_operations_of_a_plain_model_by_hand() -> None:
+    """6 x weights in products x tokens, 12 x heads x width x pairs; embedding and norms count nothing."""
+    config = plain()
     weights = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12) + 50 * 8
     pairs = 3 * 4 // 2 + 7 * 8 // 2
     assert flops(config, [3, 7]) == 6 * weights * 10 + 2 * 12 * (2 * 4) * pairs
@@ -221,15 +226,7 @@ def test_products_on_the_host_are_what_a_step_puts_there() -> None:
 def test_frozen_weights_cost_no_gradient() -> None:
     """With adapters of rank 4 the model's own products cost 4 a weight and token, the adapters' 6."""
     pytest.importorskip("peft")
-    config = Qwen3Config(
-        vocab_size=50,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-    )
+    config = plain()
     own = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12) + 50 * 8
     added = 4 * 2 * (2 * (8 + 8) + 2 * (8 + 4) + 3 * (8 + 12))
     model = skeleton(config, precision="bf16")

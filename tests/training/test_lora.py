@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_shards import VOCABULARY, some_shards
+from tiny_shards import VOCABULARY, held_out_loss, some_shards
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from packing.sample import TOKENIZER
-from packing.shards import open_shards
 from training.__main__ import main
 from training.checkpoint import model_sizes, newest, read_model
 from training.metrics import read
@@ -45,19 +44,6 @@ def command(place: Path, *settings: str, flags: tuple[str, ...] = ()) -> list[st
 
 def losses(run: Path, kind: str = "train") -> list[float]:
     return [line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == kind]
-
-
-def held_out_loss(model: torch.nn.Module, shards: Path) -> float:
-    """Each held-out example by itself through a model as transformers and PEFT open it."""
-    held_out = open_shards(shards / "eval")
-    total, count = 0.0, 0
-    for number in held_out.example_ids:
-        example = held_out.example(int(number))
-        ids, labels = (torch.tensor(x).long()[None] for x in (example.input_ids, example.labels))
-        with torch.no_grad():
-            total += float(model(input_ids=ids, labels=labels).loss) * example.supervised
-        count += example.supervised
-    return total / count
 
 
 @pytest.fixture(scope="module")

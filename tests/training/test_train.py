@@ -14,7 +14,7 @@ import pytest
 import torch
 from running import launch, losses, wait_for
 from safetensors.torch import load_file, save_file
-from tiny_shards import CAPACITY, VOCABULARY, examples, some_shards, write_shards
+from tiny_shards import CAPACITY, VOCABULARY, examples, held_out_loss, some_shards, write_shards
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from packing import pack_dataset
@@ -162,15 +162,7 @@ def test_training_starts_from_the_weights_of_a_directory(
         run = f"from-{tied}"
         overrides = (f"model.weights={weights}", "model.config=", "eval.every=1", "schedule.steps=1")
         assert main(words(*overrides, run=run)) == 0
-        total, count = 0.0, 0
-        held_out = open_shards(shards / "eval")
-        for number in held_out.example_ids:
-            example = held_out.example(int(number))
-            ids, labels = (torch.tensor(x).long()[None] for x in (example.input_ids, example.labels))
-            with torch.no_grad():
-                total += float(model(input_ids=ids, labels=labels).loss) * example.supervised
-            count += example.supervised
-        assert losses(tmp_path / run, "eval")[0] == pytest.approx(total / count, rel=1e-5)
+        assert losses(tmp_path / run, "eval")[0] == pytest.approx(held_out_loss(model, shards), rel=1e-5)
 
 
 def refused(

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from packing.buffer import build_buffer
 from packing.example import Example, make_example
-from packing.shards import PartWriter, ShardWriter
+from packing.shards import PartWriter, ShardWriter, open_shards
 
 VOCABULARY = 97
 CAPACITY = 64
@@ -61,3 +62,16 @@ def some_shards(out: Path, *, buffers: int = 12, seed: int = 0, capacity: int = 
     groups = [[next(found) for _ in range(2 if number % 3 else 3)] for number in range(buffers + 2)]
     groups = [[e for e in group if len(e) <= CAPACITY // 3] or group[:1] for group in groups]
     return write_shards(out, train=groups[2:], held_out=groups[:2], capacity=capacity)
+
+
+def held_out_loss(model: torch.nn.Module, shards: Path) -> float:
+    """Each held-out example by itself through a model as transformers or PEFT opens it."""
+    held_out = open_shards(shards / "eval")
+    total, count = 0.0, 0
+    for number in held_out.example_ids:
+        example = held_out.example(int(number))
+        ids, labels = (torch.tensor(x).long()[None] for x in (example.input_ids, example.labels))
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=labels).loss) * example.supervised
+        count += example.supervised
+    return total / count
