@@ -17,7 +17,6 @@ import dataclasses
 import inspect
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -575,8 +574,6 @@ def main() -> None:
         target.write_text(json.dumps(merge(arguments.merge), indent=1) + "\n", "utf-8")
         print(f"saved {target}")
         return
-    if shutil.which("git") is None:
-        results.commit = lambda: os.environ.get("PADFREE_COMMIT", "unknown")
     wanted = [f for f in SLOWEST_FIRST if arguments.families is None or f.name in arguments.families]
     bench = Bench(dry=arguments.dry_run, families=wanted, limit=arguments.limit, at_once=arguments.at_once)
     if bench.dry:

@@ -40,6 +40,16 @@ def writing(path: Path, *, then: str = "nothing was kept") -> Iterator[None]:
         raise OutputError(f"{place}: can't write: {error.strerror or error}; {then}") from error
 
 
+def cache_folder() -> Path:
+    """$PADFREE_CACHE, or the user's cache folder for padfree; for a user who has no home one of no use."""
+    if own := os.environ.get("PADFREE_CACHE"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "padfree"
+    except RuntimeError:  # a container's user id that no passwd file knows, and no $HOME
+        return Path(os.devnull)  # neither to be made nor read: an OSError as of a home that can't be written
+
+
 def _beside(target: Path, kind: str) -> Path:
     return target.with_name(f".{target.name}.padfree-{kind}")
 

@@ -129,10 +129,11 @@ class Saver:
         """
         if self._pending and self._world.chief:
             future, partial, final = self._pending
-            if future.done() and files.parts(partial) == self._world.size:
+            if future.done():
                 future.result()
-                self._publish(partial, final)
-                self._pending = None
+                if files.parts(partial) == self._world.size:
+                    self._publish(partial, final)
+                    self._pending = None
 
     def finish(self) -> None:
         """Waits until what is being written is whole on every rank.

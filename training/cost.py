@@ -172,11 +172,9 @@ def price(
         capacity: Tokens of a buffer.
         precision: Resolved.
     """
-    weights = sum(parameter.numel() for parameter in model.parameters())
+    sharded = _sharded(config, model, ranks=ranks, precision=precision)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    stored = 2 if precision == "bf16" else 4
     computed = 4 if precision == "fp32" else 2
-    moving = 4 if config.lora.rank else stored  # adapters are fp32 beside any weights
     layers = blocks(model)
     layer = max(sum(p.numel() for p in one.parameters()) for one in layers)
     outside = sum(p.numel() for one in ends(model) for p in one.parameters()) or (
@@ -187,11 +185,8 @@ def price(
     outputs = sum(m.out_features for m in layers[0].modules() if isinstance(m, nn.Linear))
     again = Counter(_layout(config, layers=len(layers)))
     whole_step = config.data.accumulation > 1 and config.parallel.reduce == "step" and ranks > 1
-    here = 0 if config.parallel.offload else 1
     return {
-        "weights": here * ((weights - trained) * stored + trained * moving) // ranks,
-        "gradients": here * trained * moving // ranks,
-        "optimizer states": (here * trained * 2 * (1 if config.optim.states == "8bit" else moving) // ranks),
+        **(dict.fromkeys(sharded, 0) if config.parallel.offload else sharded),
         "gathered layers, their gradients and sums": (
             0 if ranks == 1 else layer * (computed * (2 + config.parallel.keep_gathered) + computed + 4)
         ),
@@ -213,21 +208,32 @@ def price(
     }
 
 
+def _sharded(config: Config, model: PreTrainedModel, *, ranks: int, precision: Precision) -> dict[str, int]:
+    """Bytes of a rank's part of what lasts from step to step, wherever it lies."""
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    stored = 2 if precision == "bf16" else 4
+    moving = 4 if config.lora.rank else stored  # adapters are fp32 beside any weights
+    return {
+        "weights": ((weights - trained) * stored + trained * moving) // ranks,
+        "gradients": trained * moving // ranks,
+        "optimizer states": trained * 2 * (1 if config.optim.states == "8bit" else moving) // ranks,
+    }
+
+
 def price_on_host(
     config: Config, model: PreTrainedModel, *, ranks: int, capacity: int, precision: Precision
 ) -> dict[str, int]:
     """Bytes in the host's memory for each rank, by what they are for; the arguments are `price`'s."""
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    sharded = _sharded(config, model, ranks=ranks, precision=precision)
     kept = sum(
         product.out_features
         for layer in blocks(model)[: config.model.host_layers]
         for product in layer.modules()
         if isinstance(product, nn.Linear) and worth_keeping(product.in_features, product.out_features)
     )
-    offloaded = int(weights + 3 * trained) * (2 if precision == "bf16" else 4) // ranks
     return {
-        "weights, gradients and optimizer states": offloaded if config.parallel.offload else 0,
+        "weights, gradients and optimizer states": sum(sharded.values()) if config.parallel.offload else 0,
         "products of the first layers, pinned": (
             kept * capacity * config.data.buffers * (4 if precision == "fp32" else 2)
         ),

@@ -47,8 +47,8 @@ State = Literal["ok", "fail", "refused", "not applicable"]
 # Chunks of 64 tokens are the kernels' unit: one token, one below, one, one above; then the rest of a buffer.
 _EDGES = (1, 63, 64, 65)
 _CAPACITY = {"cpu": 512, "cuda": 8192}
-# Packed against alone: the same mathematics in another order of additions, at the precision of the weights.
 _DRAWS = 4  # of tokens and random losses, to compare fused kernels with fp32
+# Packed against alone: the same mathematics in another order of additions, at the precision of the weights.
 _TOLERANCE = {torch.float32: (1e-5, 1e-3), torch.bfloat16: (5e-2, 2e-1)}
 
 

@@ -81,9 +81,11 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
 
+    cast = getattr(torch, dtype) if dtype else None
     lora = trainer["config"]["lora"]
     if lora["rank"]:
-        return _write_adapter(place, beside, lora=lora, weights=trainer["config"]["model"]["weights"])
+        weights = trainer["config"]["model"]["weights"]
+        return _write_adapter(place, beside, lora=lora, weights=weights, cast=cast)
     began = Path(trainer["config"]["model"]["weights"] or os.devnull)
     config = AutoConfig.for_model(**trainer["model"])
     if (began / "config.json").exists():
@@ -93,31 +95,36 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
         config.save_pretrained(beside)
 
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-    cast = getattr(torch, dtype) if dtype else None
     weight_map: dict[str, str] = {}
     total = 0
     for number, tensors in enumerate(_files(place, began, tied=tied), start=1):
         name = f"model-{number:05d}.safetensors"
-        ready = {key: (value.to(cast) if cast else value).contiguous() for key, value in tensors.items()}
-        try:
-            save_file(ready, beside / name, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OutputError(f"{beside / name}: the system refuses: {error}") from error
-        weight_map |= dict.fromkeys(ready, name)
-        total += sum(value.nbytes for value in ready.values())
+        total += _save(tensors, beside / name, cast=cast)
+        weight_map |= dict.fromkeys(tensors, name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (beside / INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
     return len(weight_map), total
 
 
-def _write_adapter(place: Path, beside: Path, *, lora: Mapping[str, Any], weights: str) -> tuple[int, int]:
+def _write_adapter(
+    place: Path, beside: Path, *, lora: Mapping[str, Any], weights: str, cast: torch.dtype | None
+) -> tuple[int, int]:
     if not weights:
         raise InputError(f"{place} holds adapters of random weights, which no export could be added to")
     write_config(lora, weights=weights, out=beside)
     stored = checkpoint.read_model(place, list(checkpoint.model_sizes(place)))
     tensors = {exported_name(name): value for name, value in stored.items()}
-    save_file(tensors, beside / "adapter_model.safetensors", metadata={"format": "pt"})
-    return len(tensors), sum(value.nbytes for value in tensors.values())
+    return len(tensors), _save(tensors, beside / "adapter_model.safetensors", cast=cast)
+
+
+def _save(tensors: Mapping[str, Tensor], file: Path, *, cast: torch.dtype | None) -> int:
+    """Writes one file of the export; how many bytes its tensors have."""
+    ready = {key: (value.to(cast) if cast else value).contiguous() for key, value in tensors.items()}
+    try:
+        save_file(ready, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OutputError(f"{file}: the system refuses: {error}") from error
+    return sum(value.nbytes for value in ready.values())
 
 
 def _checkpoint(source: Path) -> Path:

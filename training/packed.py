@@ -1,4 +1,4 @@
-"""All of `packing` that training uses besides its errors: no other file here imports it."""
+"""All of `packing` that training uses, but for its errors and `atomic.writing`, which are in `errors`."""
 
 from packing import boundaries
 from packing.buffer import PackedBuffer

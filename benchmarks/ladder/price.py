@@ -21,8 +21,8 @@ BANDWIDTH = 4.0e12
 """Bytes/s of device memory, read and written; 4.3e12 for a plain copy."""
 ELEMENTWISE = 3.2e12
 """Bytes/s of elementwise kernels."""
-UPDATE = {"fp32": 1.9e12, "bf16": 1.9e12, "8bit": 1.9e12}
-"""Bytes/s of the optimizer's step, by its states: of torch's fused AdamW, measured; 8-bit is a guess."""
+UPDATE = 1.9e12
+"""Bytes/s of the optimizer's step: of torch's fused AdamW, measured; for 8-bit states a guess."""
 HOST = 53e9
 """Bytes/s between a GPU and pinned host memory, each way, measured."""
 LINK = 300e9
@@ -249,7 +249,6 @@ def price(model: Shape, setting: Setting) -> Price:
     update = model.parameters / n * (2 * setting.states[0] + setting.states[1] + 2 * setting.states[2])
     clipping = 3 * gradients
     rate = PRODUCTS * (1 - BESIDE * sharded)
-    states_name = next(name for name, each in STATES.items() if each == setting.states)
     traffic = sharded * (2 * 2 + 4) * model.parameters * (n - 1) / n / LINK
     seconds = {
         "matrix products": 3 * products / rate,
@@ -261,7 +260,7 @@ def price(model: Shape, setting: Setting) -> Price:
             (8 * model.head * -(-t // CHUNK) + 8 * logits if setting.fused_loss else 44 * logits) / BANDWIDTH
         ),
         "FSDP's copies": copied / BANDWIDTH,
-        "optimizer and clipping": update / UPDATE[states_name] + clipping / BANDWIDTH,
+        "optimizer and clipping": update / UPDATE + clipping / BANDWIDTH,
         # Hidden but for the first and the last group; NCCL takes a tenth of the chip meanwhile.
         "communication": 0.1 * traffic + sharded * 2 * outer * 4 / LINK / 2,
         "host": 0.02 + 0.0002 * count,

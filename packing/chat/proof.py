@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packing.atomic import cache_folder
 from packing.chat.bpe import BpeEncoder
 from packing.chat.recipe import NotEqual, Recipe, check_order, classes, pairs, read_recipe, token_bytes
 from packing.chat.tokenizer import PROBES
@@ -339,17 +340,7 @@ def _is_text(data: bytes) -> bool:
 # What was found out, kept between runs.
 
 
-def cache_folder() -> Path | None:
-    """$PADFREE_CACHE, or the user's cache folder for padfree; None for a user who has no home."""
-    if own := os.environ.get("PADFREE_CACHE"):
-        return Path(own)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "padfree"
-    except RuntimeError:  # a container's user id that no passwd file knows, and no $HOME
-        return None
-
-
-def _file(digest: str) -> Path | None:
+def _file(digest: str) -> Path:
     """Another code, library or table of Unicode has another file: their verdicts say nothing of these."""
     of = hashlib.sha256(digest.encode())
     for module in ("recipe.py", "bpe.py", "proof.py"):
@@ -359,8 +350,7 @@ def _file(digest: str) -> Path | None:
             [version("tiktoken"), version("tokenizers"), unicodedata.unidata_version, sys.version]
         ).encode()
     )
-    folder = cache_folder()
-    return folder and folder / f"encoder-{of.hexdigest()[:32]}.json"
+    return cache_folder() / f"encoder-{of.hexdigest()[:32]}.json"
 
 
 def _seal(said: Any, *, name: str) -> str:
@@ -369,8 +359,7 @@ def _seal(said: Any, *, name: str) -> str:
 
 
 def _recall(digest: str) -> Verdict | None:
-    if (file := _file(digest)) is None:
-        return None
+    file = _file(digest)
     try:
         kept = json.loads(file.read_text("utf-8"))
         said, seal = kept["verdict"], kept["digest"]
@@ -381,8 +370,7 @@ def _recall(digest: str) -> Verdict | None:
 
 def _remember(digest: str, verdict: Verdict) -> None:
     """Best effort: a home that can't be written, or none, costs the next run the same seconds again."""
-    if (file := _file(digest)) is None:
-        return
+    file = _file(digest)
     said = {
         "why_not": verdict.why_not,
         "dropped": list(verdict.dropped),

@@ -80,6 +80,11 @@ def _uncertain(number: int, what: str) -> RowRejected:
     )
 
 
+def _unrendered(number: int, error: Exception) -> RowRejected:
+    what = " ".join(str(error).split())[:100]
+    return _uncertain(number, f"the row does not render with other texts ({what})")
+
+
 def _check_texts(
     render: Render,
     places: Sequence[Place | None],
@@ -137,8 +142,7 @@ def _check_ambiguous(
     try:
         other = template.render(exchanged, tools=tools).text
     except RENDER_ERRORS as error:
-        what = " ".join(str(error).split())[:100]
-        raise _uncertain(min(found), f"the row does not render with other texts ({what})") from error
+        raise _unrendered(min(found), error) from error
     for number, text in found.items():
         wanted = sum(messages[n]["content"].count(text) for n in found)
         if not any(render.text.count(form) - other.count(form) >= wanted for form in _forms(text)):
@@ -500,8 +504,7 @@ def _check_foreign(
         other = template.render(exchanged)
         others = other.places(exchanged)
     except RENDER_ERRORS as error:
-        what = " ".join(str(error).split())[:100]
-        raise _uncertain(0, f"the row does not render with other texts ({what})") from error
+        raise _unrendered(0, error) from error
     for number, message in enumerate(messages):
         here, there = places[number], others[number]
         if message["role"] != "assistant" or (here is None and there is None):
@@ -538,8 +541,7 @@ def check_untrained(
     try:
         other = template.render(exchanged, tools=tools)
     except RENDER_ERRORS as error:
-        what = " ".join(str(error).split())[:100]
-        raise _uncertain(min(others), f"the row does not render with other texts ({what})") from error
+        raise _unrendered(min(others), error) from error
     here, there = (
         ["".join(text.text[p.start : p.end] for p in text.pieces if p.message == n) for n in chosen]
         for text in (render, other)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from packing.atomic import cache_folder
 from packing.buffer import PackedBuffer
 from packing.errors import ShardError
 from packing.example import IGNORE_INDEX
@@ -112,8 +112,7 @@ class Remembered:
     """
 
     def __init__(self, manifest_digest: str) -> None:
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        self._path = Path(cache) / "padfree" / "verified" / manifest_digest
+        self._path = cache_folder() / "verified" / manifest_digest
         self._keys: set[bytes] = set()
         with suppress(OSError):  # none yet, or no readable home: then each process checks for itself
             self._keys.update(self._path.read_bytes().splitlines())

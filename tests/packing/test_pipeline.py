@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packing import pipeline
-from packing.chat import ChatOptions, EncodersDiffer, load_tokenizer, proof
+from packing.chat import ChatEncoder, ChatOptions, EncodersDiffer, load_tokenizer, proof
 from packing.chat.bpe import BpeEncoder, NotEqual
 from packing.errors import InputError, OptionError, OutputError, TooManyRejects
 from packing.example import Example
@@ -198,8 +198,9 @@ def test_bytes_do_not_depend_on_the_encoder(tmp_path, many, tokenizer, reference
 
 
 @pytest.fixture
-def differing(monkeypatch):
-    """A fast encoder that a sample finds wrong in every chunk."""
+def differing(tokenizer, monkeypatch):
+    """A fast encoder that was shown to be equal, and gives other bytes in every chunk."""
+    ChatEncoder(tokenizer, options=ChatOptions(encoder="tiktoken"))  # shown and remembered before it breaks
 
     def encode(self, texts):
         raise NotEqual("id 5 is 6")
@@ -229,10 +230,18 @@ def test_a_wrong_encoder_that_was_asked_for_is_an_error(tmp_path, many, tokenize
     assert nothing_but(tmp_path)
 
 
-def test_collections_are_seldom_for_a_run_only(tmp_path, many, tokenizer, monkeypatch):
+def test_collections_are_seldom_for_a_run_only(tmp_path, many, tokenizer):
     """The collector's threshold and what it looks at are as before, after a run that ends well or badly."""
     before = gc.get_threshold(), gc.get_freeze_count()
-    pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", capacity=600)
+    during = set()
+    pack_dataset(
+        many,
+        tokenizer=tokenizer,
+        out=tmp_path / "out",
+        capacity=600,
+        on_progress=lambda _: during.add(gc.get_threshold()[0]),
+    )
+    assert during == {pool.OBJECTS_PER_COLLECTION}
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
     with pytest.raises(OutputError):
         pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", capacity=600)

@@ -30,7 +30,7 @@ BINS = [[5, 3], [64], [1], [20, 20, 20], [1, 1, 1, 1]]
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, for what was verified before."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

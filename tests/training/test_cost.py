@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -184,7 +184,10 @@ def test_shares_that_recompute(options: dict[str, int], shares: tuple[float, flo
     assert recomputed(Config(data=Data(shards=""), model=model), layers=8) == shares
 
 
-def test_offloading_moves_weights_gradients_and_states_to_the_host() -> None:
+@pytest.mark.parametrize(("states", "each"), [("weights", 8), ("8bit", 6)])
+def test_offloading_moves_weights_gradients_and_states_to_the_host(
+    states: Literal["weights", "8bit"], each: int
+) -> None:
     """What the GPU no longer holds, the host does: 8 bytes a parameter in bf16; what is gathered stays."""
     model = skeleton(
         AutoConfig.for_model(**json.loads((CONFIGS / "ladder-27b.json").read_text())), precision="bf16"
@@ -195,11 +198,12 @@ def test_offloading_moves_weights_gradients_and_states_to_the_host() -> None:
             data=Data(shards=""),
             model=Model(config="x", precision="bf16"),
             parallel=Parallel(offload=offload),
+            optim=Optim(states=states),
         )
         bills.append(price(config, model, ranks=2, capacity=8192, precision="bf16"))
         on_host = price_on_host(config, model, ranks=2, capacity=8192, precision="bf16")
         hosts.append(sum(on_host.values()))
-    assert hosts == [0, model.num_parameters() * 8 // 2]
+    assert hosts == [0, model.num_parameters() * each // 2]
     assert sum(bills[0].values()) - sum(bills[1].values()) == pytest.approx(hosts[1], abs=4)
     kept = "gathered layers, their gradients and sums"
     assert bills[0][kept] == bills[1][kept] > 0

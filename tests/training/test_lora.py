@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import losses
 from safetensors.torch import load_file, save_file
 from tiny_shards import VOCABULARY, held_out_loss, some_shards
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
@@ -14,7 +15,6 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from packing.sample import TOKENIZER
 from training.__main__ import main
 from training.checkpoint import model_sizes, newest, read_model
-from training.metrics import read
 from training.model import TINY
 
 peft = pytest.importorskip("peft")  # the environment with the oldest transformers has none
@@ -42,10 +42,6 @@ def command(place: Path, *settings: str, flags: tuple[str, ...] = ()) -> list[st
     return [str(place / "run.toml"), *flags, *(word for item in settings for word in ("--set", item))]
 
 
-def losses(run: Path, kind: str = "train") -> list[float]:
-    return [line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == kind]
-
-
 @pytest.fixture(scope="module")
 def run(place: Path) -> Path:
     """A whole run on one rank."""
@@ -56,7 +52,7 @@ def run(place: Path) -> Path:
 def test_exported_adapters_open_in_peft_with_equal_loss(place: Path, run: Path) -> None:
     """Before the first step the stock model's loss, after the last the trained one's, opened by PEFT."""
     stock = AutoModelForCausalLM.from_pretrained(place / "weights").eval()
-    first, *_, last = losses(run, "eval")
+    first, *_, last = losses(run, "eval").values()
     assert first == pytest.approx(held_out_loss(stock, place / "shards"), rel=1e-5)
     assert last < first - 0.05
     assert main(["export", str(run), str(place / "adapter"), "--tokenizer", str(TOKENIZER)]) == 0
@@ -66,6 +62,9 @@ def test_exported_adapters_open_in_peft_with_equal_loss(place: Path, run: Path) 
     config = peft.PeftConfig.from_pretrained(place / "adapter")
     assert (config.r, config.lora_alpha) == (4, 8)
     assert config.base_model_name_or_path == str(place / "weights")
+    assert main(["export", str(run), str(place / "half"), "--dtype", "bfloat16"]) == 0
+    half = load_file(place / "half" / "adapter_model.safetensors")
+    assert {value.dtype for value in half.values()} == {torch.bfloat16}
 
 
 def test_a_checkpoint_holds_adapters_alone(run: Path) -> None:

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import losses
 from tiny_shards import some_shards
 
 from training.__main__ import main
-from training.metrics import read
 
 pytest.importorskip("torchao")  # the environment with the oldest transformers has none
-
-
-def losses(run: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == "train"}
 
 
 def test_eight_bit_states_of_two_ranks_go_on_on_one(tmp_path: Path) -> None:
