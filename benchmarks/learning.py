@@ -44,6 +44,7 @@ from packing.loader import OrderOptions, PackedDataset, PackedSampler, collate
 from training import kernels
 from training.config import Config, Data, Eval, Model, Optim, Run, Schedule
 from training.data import IGNORE_INDEX, MicroBatch, micro_batch
+from training.launch import leave
 from training.model import read_config
 from training.optim import clip, learning_rate, make_optimizer, set_learning_rate
 from training.parallel import World, join
@@ -231,4 +232,4 @@ def train(config: Config, *, world: World, steps: list[list[Any]], micro_batches
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

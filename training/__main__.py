@@ -16,6 +16,7 @@ from typing import Any
 
 from training.errors import PadfreeError, Signalled
 from training.faults import HUNG, SIGNALLED
+from training.launch import leave
 
 COMMANDS = ("run", "check", "export", "plot")
 STATUSES = (
@@ -134,4 +135,4 @@ def _local_rank() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

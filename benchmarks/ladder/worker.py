@@ -55,3 +55,6 @@ def _bound() -> dict[str, str]:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    from training.launch import leave  # late, as all that loads transformers here
+
+    leave(0)

@@ -10,12 +10,12 @@ import json
 import os
 import pkgutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from training.__main__ import main
+from training.launch import leave
 
 
 def strike(fault: str) -> None:
@@ -42,4 +42,4 @@ if __name__ == "__main__":
             place, _, function = name.rpartition(".")
             owner = pkgutil.resolve_name(place)
             setattr(owner, function, breaking(getattr(owner, function), call=call, fault=fault))
-    sys.exit(main())
+    leave(main())

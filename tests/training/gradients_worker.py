@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from training.config import Config, load
+from training.launch import leave
 from training.model import read_config
 from training.parallel import World, join, make_mesh
 from training.train import build, evaluate, forward_backward, open_data, precision, spread
@@ -65,3 +66,4 @@ if __name__ == "__main__":
     )
     if os.environ["RANK"] == "0":
         torch.save(found, out)
+    leave(0)

@@ -3,6 +3,8 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -144,3 +146,30 @@ def test_two_agents_train_as_one(
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert losses(tmp_path / "run") == {step: whole[step] for step in range(1, 5)}
     assert re.findall(r"2 ranks on cpu, step (\d+)", "".join(outputs)) == ["0", "2"]
+
+
+ENDING = """
+import atexit, threading, time
+import torch
+from training.launch import leave
+
+def back_and_forth():
+    while True:
+        (torch.ones(8, requires_grad=True) * 2).sum().backward()
+
+threading.Thread(target=back_and_forth, daemon=True).start()
+time.sleep(0.2)
+atexit.register(print, "closed")
+print("said", end=" ")
+leave(3)
+"""
+
+
+def test_a_thread_amid_torch_ends_no_process_by_force() -> None:
+    """A program that leaves while a thread asks for the interpreter's lock amid C++ ends with its own status.
+
+    With `sys.exit(3)` in place of `leave(3)` it ends with signal 6, before Python 3.14. What is open is
+    closed, and what was printed is written.
+    """
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, "terminate" in done.stderr) == (3, "said closed\n", False)
