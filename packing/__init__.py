@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from packing.errors import PadfreeError, Reason, RowRejected
     from packing.example import IGNORE_INDEX, Conversation, Example
     from packing.formats import FormatOptions
-    from packing.pipeline import pack_dataset
+    from packing.pipeline import PackOptions, pack_dataset
     from packing.plan import Plan, plan_bins
     from packing.shards import ShardSet, ShardWriter, open_shards
     from packing.sources import SourceOptions
@@ -30,6 +30,7 @@ __all__ = [
     "Example",
     "FormatOptions",
     "IGNORE_INDEX",
+    "PackOptions",
     "PackedBuffer",
     "PadfreeError",
     "Plan",
@@ -53,7 +54,7 @@ _HOME = {
     "errors": ["PadfreeError", "Reason", "RowRejected"],
     "example": ["IGNORE_INDEX", "Conversation", "Example"],
     "formats": ["FormatOptions"],
-    "pipeline": ["pack_dataset"],
+    "pipeline": ["PackOptions", "pack_dataset"],
     "plan": ["Plan", "plan_bins"],
     "shards": ["ShardSet", "ShardWriter", "open_shards"],
     "sources": ["SourceOptions"],

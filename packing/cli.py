@@ -53,6 +53,9 @@ So `packing` does not import `training`, and works without it."""
 TEXT_FILES = {"chat_template"}
 """Options whose value is the text of a file; the flag takes the file's name."""
 
+NUMBERS = {int: "N", float: "FRACTION"}
+"""Types of options that are numbers, and what stands for one in the help."""
+
 PYTHON_WORDS = {"True": True, "TRUE": True, "False": False, "FALSE": False, "None": None}
 """Values of --template-arg that are no JSON, and as texts would mean the opposite: "False" is true."""
 
@@ -135,7 +138,6 @@ def pack(words: Sequence[str]) -> int:
         metavar="N",
         help="read N rows of each input, write nothing, show what would be packed",
     )
-    parser.add_argument("--eval-fraction", type=float, default=0.0, metavar="F", help="goes to DIR/eval")
     arguments = parser.parse_args(words)
     if arguments.dry_run is not None:
         return _dry_run(arguments)
@@ -147,8 +149,6 @@ def pack(words: Sequence[str]) -> int:
         report = pack_dataset(
             arguments.inputs,
             out=arguments.out,
-            eval_fraction=arguments.eval_fraction,
-            max_rejects=arguments.max_rejects,
             workers=arguments.workers,
             force=arguments.force,
             on_progress=on_progress,
@@ -216,7 +216,6 @@ def bench(words: Sequence[str]) -> int:
         report = pack_dataset(
             arguments.inputs,
             out=Path(folder, "bench"),
-            max_rejects=arguments.max_rejects,
             on_progress=on_progress,
             **_packing_options(arguments),
         )
@@ -393,40 +392,16 @@ def _directory_parser(verb: str) -> _Parser:
 def _packing_parser(verb: str) -> _Parser:
     """What `pack` and `bench` share; `_packing_options` makes arguments of `pack_dataset` of it."""
     from packing.chat import ChatOptions
-    from packing.example import Overflow
     from packing.formats import FormatOptions
-    from packing.pipeline import MAX_REJECTS
-    from packing.plan import Algorithm
+    from packing.pipeline import PackOptions
     from packing.sources import SourceOptions
 
     parser = _Parser(verb)
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, folder, glob or hub data set")
     parser.add_argument("--tokenizer", required=True, metavar="DIR_OR_ID", help="a folder or a hub name")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--max-rejects",
-        type=float,
-        default=MAX_REJECTS,
-        metavar="FRACTION",
-        help="if more of the rows are rejected, nothing is written (%(default)s)",
-    )
-
-    group = parser.add_argument_group("packing")
-    group.add_argument(
-        "--capacity", type=int, default=8192, metavar="TOKENS", help="of a buffer (%(default)s)"
-    )
-    group.add_argument(
-        "--overflow", choices=get_args(Overflow), default="drop", help="of longer examples (%(default)s)"
-    )
-    group.add_argument(
-        "--algorithm",
-        choices=get_args(Algorithm),
-        default="best_fit_decreasing",
-        help="how examples are spread over buffers (%(default)s)",
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of the plan and of the eval part")
-
     for title, options in (
+        ("packing", PackOptions),
         ("what is trained", ChatOptions),
         ("how rows are read", FormatOptions),
         ("which part of a data set", SourceOptions),
@@ -438,6 +413,7 @@ def _packing_parser(verb: str) -> _Parser:
 def _packing_options(arguments: argparse.Namespace) -> dict[str, Any]:
     from packing.chat import ChatOptions
     from packing.formats import FormatOptions
+    from packing.pipeline import PackOptions
     from packing.sources import SourceOptions
 
     return {
@@ -445,7 +421,7 @@ def _packing_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "sources": _options(SourceOptions, arguments),
         "formats": _options(FormatOptions, arguments),
         "chat": _options(ChatOptions, arguments),
-        **{name: getattr(arguments, name) for name in ("capacity", "overflow", "algorithm", "seed")},
+        **dataclasses.asdict(_options(PackOptions, arguments)),
     }
 
 
@@ -471,6 +447,10 @@ def _add_options(group: Any, options: type[Any]) -> None:
                 metavar="NAME=VALUE",
                 default={},
                 help=f"{text} {JSON_VALUES}" if get_args(hint)[1] is Any else text,
+            )
+        elif hint in NUMBERS:
+            group.add_argument(
+                flag, type=hint, default=field.default, metavar=NUMBERS[hint], help=f"{text} (%(default)s)"
             )
         elif field.name in TEXT_FILES:
             group.add_argument(flag, type=_text_file, metavar="FILE", help=text)

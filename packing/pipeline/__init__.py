@@ -1,15 +1,16 @@
 """Sources to shards, in processes: the same bytes for any number of them.
 
 pack.py        the story, top to bottom
+options.py     what can be chosen
 rows.py        what a worker does with a chunk of rows
 pool.py        the workers
 accounting.py  what became of every row and token
 store.py       where tokens wait until the plan is made
 """
 
+from packing.pipeline.options import PackOptions
 from packing.pipeline.pack import (
     EVAL,
-    MAX_REJECTS,
     OnProgress,
     PackReport,
     PartReport,
@@ -23,8 +24,8 @@ from packing.pipeline.pool import WorkerDied
 
 __all__ = [
     "EVAL",
-    "MAX_REJECTS",
     "OnProgress",
+    "PackOptions",
     "PackReport",
     "PartReport",
     "Preview",

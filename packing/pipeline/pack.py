@@ -14,21 +14,22 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packing.chat import ChatEncoder, ChatOptions, EncodersDiffer, load_tokenizer
-from packing.errors import InputError, OptionError, RowRejected, TooManyRejects, check_choice
-from packing.example import Conversation, Example, Overflow
+from packing.errors import InputError, OptionError, RowRejected, TooManyRejects
+from packing.example import Conversation, Example
 from packing.formats import FormatOptions, normalise
 from packing.pipeline.accounting import Accounting
 from packing.pipeline.clock import Clock
+from packing.pipeline.options import PackOptions
 from packing.pipeline.pool import few_collections, map_in_order
 from packing.pipeline.rows import Reject, RowEncoder
 from packing.pipeline.store import EXAMPLE, ExampleStore, StoredPart, from_stored
-from packing.plan import Algorithm, check_options, lower_bound, plan_bins
+from packing.plan import Plan, lower_bound, plan_bins
 from packing.shards import PartWriter, ShardWriter
 from packing.sources import Source, SourceOptions, open_sources
 
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-MAX_REJECTS = 0.1
-"""Dirt in a real file is a row in a hundred; a wrong column, format or template rejects nearly all.
-A tenth lets the first pass, counted, and stops the second."""
 
 ROWS_PER_CHUNK = 256
 """Enough for one `encode_batch` to pay, and few enough for the workers to end together."""
@@ -138,18 +135,13 @@ def pack_dataset(
     *,
     tokenizer: str | Path | PreTrainedTokenizerBase,
     out: str | Path,
-    capacity: int = 8192,
-    overflow: Overflow = "drop",
-    algorithm: Algorithm = "best_fit_decreasing",
-    seed: int = 0,
-    eval_fraction: float = 0.0,
     sources: SourceOptions | None = None,
     formats: FormatOptions | None = None,
     chat: ChatOptions | None = None,
-    max_rejects: float = MAX_REJECTS,
     workers: int = 1,
     force: bool = False,
     on_progress: OnProgress | None = None,
+    **packing: Any,
 ) -> PackReport:
     """Packs chat data into a shard set: the same bytes for any number of workers, on every run.
 
@@ -157,18 +149,13 @@ def pack_dataset(
         inputs: One or several files, folders, globs, `save_to_disk` folders or hub names.
         tokenizer: A folder, a hub name or the tokenizer itself.
         out: The folder to make; it appears when it is whole.
-        capacity: Most tokens in a buffer.
-        overflow: What becomes of longer examples: dropped and counted, cut, or an error.
-        algorithm: How examples are spread over buffers.
-        seed: Decides between equals in the plan, and which conversations are held out.
-        eval_fraction: The part of the conversations that goes to `out/eval`; equal ones go together.
         sources: Split, configuration and revision of a data set; None for the defaults.
         formats: How rows become conversations; None for the defaults.
         chat: How conversations become tokens; None for the defaults.
-        max_rejects: If more than this fraction of the rows is rejected, nothing is written.
         workers: Processes that parse and encode; 1 means this one.
         force: Replace a shard set that is there.
         on_progress: Called after each chunk of rows and now and then while writing.
+        packing: Fields of `PackOptions`, such as `capacity=1024`.
 
     Raises:
         OptionError: an option that can't be, or an example too long with overflow "error".
@@ -177,20 +164,16 @@ def pack_dataset(
         TooManyRejects: more than `max_rejects`.
         OutputError: `out` exists, or can't be written.
     """
-    _check(overflow=overflow, workers=workers, eval_fraction=eval_fraction, max_rejects=max_rejects)
-    check_options(capacity=capacity, algorithm=algorithm, seed=seed)
+    options = PackOptions(**packing)
+    if workers < 1:
+        raise OptionError(f"{workers} workers can't be: choose 1 or more")
     job = _Job(
         inputs=_names(inputs),
         tokenizer=_loaded(tokenizer),
         out=out,
-        capacity=capacity,
-        overflow=overflow,
-        algorithm=algorithm,
-        seed=seed,
-        eval_fraction=eval_fraction,
+        options=options,
         sources=sources or SourceOptions(),
         formats=formats or FormatOptions(),
-        max_rejects=max_rejects,
         workers=workers,
         force=force,
         on_progress=on_progress or (lambda _: None),
@@ -213,39 +196,31 @@ class _Job:
     inputs: Sequence[str]
     tokenizer: Any
     out: str | Path
-    capacity: int
-    overflow: Overflow
-    algorithm: Algorithm
-    seed: int
-    eval_fraction: float
+    options: PackOptions
     sources: SourceOptions
     formats: FormatOptions
-    max_rejects: float
     workers: int
     force: bool
     on_progress: OnProgress
 
     def run(self, chat: ChatOptions, *, differed: str | None = None) -> PackReport:
         """Packs; `differed` says why the run before this one was given up."""
-        clock = Clock()
+        clock, options = Clock(), self.options
         sources = open_sources(self.inputs, options=self.sources)
         encode = RowEncoder(
             encoder=ChatEncoder(self.tokenizer, options=chat),
             formats=self.formats,
             inputs=[source.name for source in sources],
-            capacity=self.capacity,
-            overflow=self.overflow,
-            eval_fraction=self.eval_fraction,
-            seed=self.seed,
+            options=options,
         )
         if chat.encoder == "auto" and sum(source.size for source in sources) >= FAST_ENCODER_BYTES:
             encode.encoder.prepare()  # before workers are forked, so that they share it
         clock.lap("open")
-        fingerprint = functools.cache(lambda: _fingerprint(encode, sources=sources, algorithm=self.algorithm))
+        fingerprint = functools.cache(lambda: _fingerprint(encode, sources=sources))
         accounting = Accounting()
         with (
             ShardWriter(
-                self.out, capacity=self.capacity, fingerprint=fingerprint, force=self.force
+                self.out, capacity=options.capacity, fingerprint=fingerprint, force=self.force
             ) as writer,
             ExampleStore(Path(self.out).resolve().parent) as store,
         ):
@@ -259,22 +234,22 @@ class _Job:
                 )
                 if self.workers > 1 and accounting.rows == chunk.rows:
                     # The workers are busy now, and the import behind a first plan takes 0.4 s.
-                    plan_bins([], capacity=self.capacity, algorithm=self.algorithm)
+                    plan_bins([], capacity=options.capacity, algorithm=options.algorithm)
             clock.lap("rows")
-            _check_rows(accounting, max_rejects=self.max_rejects, inputs=encode.inputs)
+            _check_rows(accounting, max_rejects=options.max_rejects, inputs=encode.inputs)
             fingerprint()
             clock.lap("digest")
             write = functools.partial(self._write, inputs=encode.inputs, clock=clock)
             held_out = part = None
-            if self.eval_fraction:
-                _check_parts(accounting, eval_fraction=self.eval_fraction)
+            if options.eval_fraction:
+                _check_parts(accounting, eval_fraction=options.eval_fraction)
                 part = writer.part(EVAL)
                 held_out = write(store.part(held_out=True), writer=part)
             main = write(store.part(held_out=False), writer=writer)
             encoder = {**encode.encoder.encoder_report(), "examples": dict(accounting.encoders)}
             report = PackReport(
                 out=str(self.out),
-                capacity=self.capacity,
+                capacity=options.capacity,
                 workers=self.workers,
                 main=main,
                 eval=held_out,
@@ -294,7 +269,7 @@ class _Job:
         self, part: StoredPart, *, writer: PartWriter, inputs: Sequence[str], clock: Clock
     ) -> PartReport:
         """Plans on the lengths, then moves the tokens, once."""
-        plan = plan_bins(part.lengths, capacity=self.capacity, algorithm=self.algorithm, seed=self.seed)
+        plan = _planned(part.lengths, options=self.options)
         clock.lap("plan")
         for number in range(len(plan)):
             if number % BUFFERS_PER_REPORT == 0:
@@ -302,7 +277,7 @@ class _Job:
             writer.write(part.buffer(plan.bin(number)))
         writer.add_examples(part.origins(inputs))
         clock.lap("write")
-        return _part_report(part.examples, buffers=len(plan), capacity=self.capacity)
+        return _part_report(part.examples, buffers=len(plan), capacity=self.options.capacity)
 
 
 def preview(
@@ -310,25 +285,21 @@ def preview(
     *,
     tokenizer: str | Path | PreTrainedTokenizerBase,
     rows: int,
-    capacity: int = 8192,
-    overflow: Overflow = "drop",
-    algorithm: Algorithm = "best_fit_decreasing",
-    seed: int = 0,
     sources: SourceOptions | None = None,
     formats: FormatOptions | None = None,
     chat: ChatOptions | None = None,
+    **packing: Any,
 ) -> Preview:
-    """What `pack_dataset` would do with the first rows of each input; nothing is written.
+    """What `pack_dataset` would do with the first rows of each input; nothing is written or held out.
 
     Args:
         rows: How many of each input.
-        inputs, tokenizer, capacity, overflow, algorithm, seed, sources, formats, chat: As `pack_dataset`.
+        inputs, tokenizer, sources, formats, chat, packing: As `pack_dataset`.
 
     Raises:
         OptionError, InputError, TemplateError: As `pack_dataset`.
     """
-    _check(overflow=overflow)
-    check_options(capacity=capacity, algorithm=algorithm, seed=seed)
+    options = replace(PackOptions(**packing), eval_fraction=0.0)
     if rows < 1:
         raise OptionError(f"a preview of {rows} rows can't be: choose at least 1")
     opened = open_sources(_names(inputs), options=sources or SourceOptions())
@@ -336,10 +307,7 @@ def preview(
         encoder=ChatEncoder(_loaded(tokenizer), options=chat or ChatOptions()),
         formats=formats or FormatOptions(),
         inputs=[source.name for source in opened],
-        capacity=capacity,
-        overflow=overflow,
-        eval_fraction=0.0,
-        seed=seed,
+        options=options,
     )
     accounting = Accounting()
     rejects: list[Mapping[str, Any]] = []
@@ -359,11 +327,11 @@ def preview(
             if read >= rows:
                 break
     table = np.concatenate(examples)
-    plan = plan_bins(np.ascontiguousarray(table["length"]), capacity=capacity, algorithm=algorithm, seed=seed)
+    plan = _planned(table["length"], options=options)
     return Preview(
         rows=rows,
-        main=_part_report(table, buffers=len(plan), capacity=capacity),
-        capacity=capacity,
+        main=_part_report(table, buffers=len(plan), capacity=options.capacity),
+        capacity=options.capacity,
         accounting=accounting.as_json(),
         rejects=rejects,
         example=first,
@@ -396,16 +364,18 @@ def _loaded(tokenizer: str | Path | PreTrainedTokenizerBase) -> Any:
     return load_tokenizer(str(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
 
 
-def _fingerprint(encode: RowEncoder, *, sources: Sequence[Source], algorithm: Algorithm) -> dict[str, Any]:
+def _planned(lengths: NDArray[np.int32], *, options: PackOptions) -> Plan:
+    return plan_bins(lengths, capacity=options.capacity, algorithm=options.algorithm, seed=options.seed)
+
+
+def _fingerprint(encode: RowEncoder, *, sources: Sequence[Source]) -> dict[str, Any]:
     """What decides the bytes; the capacity stands beside it in the manifest."""
+    decisive = ("overflow", "algorithm", "seed", "eval_fraction")
     return {
         "inputs": [dict(source.identity()) for source in sources],
         "formats": asdict(encode.formats),
         "chat": dict(encode.encoder.fingerprint()),
-        "overflow": encode.overflow,
-        "algorithm": algorithm,
-        "seed": encode.seed,
-        "eval_fraction": encode.eval_fraction,
+        **{name: getattr(encode.options, name) for name in decisive},
     }
 
 
@@ -452,19 +422,6 @@ def _reject_line(reject: Reject, *, inputs: Sequence[str]) -> dict[str, Any]:
     if reject.tokens:
         line["tokens"] = reject.tokens
     return line
-
-
-def _check(
-    *, overflow: Overflow, workers: int = 1, eval_fraction: float = 0.0, max_rejects: float = 1.0
-) -> None:
-    """Names the option that can't be."""
-    check_choice("overflow", overflow, get_args(Overflow))
-    if workers < 1:
-        raise OptionError(f"{workers} workers can't be: choose 1 or more")
-    if not 0 <= eval_fraction < 1:
-        raise OptionError(f"an eval fraction of {eval_fraction} can't be: choose 0 or more, and less than 1")
-    if not 0 <= max_rejects <= 1:
-        raise OptionError(f"a fraction of {max_rejects} for rejects can't be: choose 0 to 1")
 
 
 def _check_rows(accounting: Accounting, *, max_rejects: float, inputs: Sequence[str]) -> None:

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from packing.boundaries import starts
 from packing.chat import ChatEncoder
 from packing.errors import OptionError, RowRejected
-from packing.example import IGNORE_INDEX, Conversation, Example, Overflow, fit
+from packing.example import IGNORE_INDEX, Conversation, Example, fit
 from packing.formats import FormatOptions, normalise
 from packing.pipeline.clock import Clock
+from packing.pipeline.options import PackOptions
 from packing.pipeline.store import EXAMPLE, to_stored
 from packing.sources import Chunk
 
@@ -83,23 +84,18 @@ class RowEncoder:
 
     Attributes:
         inputs: The sources' names, for errors.
-        eval_fraction: The part of the conversations that goes to the eval part.
-        seed: Chooses which ones.
     """
 
     encoder: ChatEncoder
     formats: FormatOptions
     inputs: Sequence[str]
-    capacity: int
-    overflow: Overflow
-    eval_fraction: float
-    seed: int
+    options: PackOptions
 
     def __call__(self, chunk: Chunk, *, most: int | None = None) -> EncodedChunk:
         """Parses, normalises, encodes and fits each row of the chunk, or the first `most` rows.
 
         Raises:
-            OptionError: an example is too long and `overflow` is "error".
+            OptionError: an example is too long and overflow is "error".
         """
         clock = Clock()
         records = list(itertools.islice(chunk.records(), most))
@@ -145,7 +141,7 @@ class RowEncoder:
         """Whether each example enters a bin as it is: asked of all at once, at a fifth of the time."""
         examples = [example for outcome in encoded if isinstance(outcome, list) for example in outcome]
         lengths, supervised = _counts(examples)
-        fits: list[bool] = ((lengths <= self.capacity) & (supervised > 0)).tolist()
+        fits: list[bool] = ((lengths <= self.options.capacity) & (supervised > 0)).tolist()
         return fits
 
     def _fit(
@@ -165,7 +161,7 @@ class RowEncoder:
                 fitting.append(example)
                 continue
             try:
-                fitting.append(fit(example, capacity=self.capacity, overflow=self.overflow))
+                fitting.append(fit(example, capacity=self.options.capacity, overflow=self.options.overflow))
             except RowRejected as error:
                 unfit.append((example, error))
             except OptionError as error:
@@ -183,12 +179,12 @@ class RowEncoder:
 
     def _held_out(self, examples: Sequence[Example]) -> bool:
         """Whether a conversation is for the eval part: by its tokens, so its duplicates go with it."""
-        if not self.eval_fraction:
+        if not self.options.eval_fraction:
             return False
-        digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
+        digest = hashlib.blake2b(str(self.options.seed).encode(), digest_size=8)
         for example in examples:
             digest.update(example.input_ids.tobytes())
-        return int.from_bytes(digest.digest(), "big") < self.eval_fraction * 2**64
+        return int.from_bytes(digest.digest(), "big") < self.options.eval_fraction * 2**64
 
 
 def _counts(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -493,8 +493,8 @@ def test_options_that_can_not_be(tmp_path, tokenizer, wrong):
     ((option, value),) = wrong.items()
     with pytest.raises(OptionError, match=str(value).replace("+", r"\+")):
         pack_dataset(["missing.jsonl"], tokenizer=tokenizer, out=tmp_path / "out", **wrong)
-    if option in ("capacity", "overflow", "algorithm", "seed"):
-        with pytest.raises(OptionError, match=str(value)):
+    if option != "workers":
+        with pytest.raises(OptionError, match=str(value).replace("+", r"\+")):
             preview(["missing.jsonl"], tokenizer=tokenizer, rows=1, **wrong)
     assert nothing_but(tmp_path)
 
