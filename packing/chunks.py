@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from packing.errors import Reason, RowRejected
+from packing.example import Note
 from packing.strict_json import loads
 
 if TYPE_CHECKING:
@@ -44,13 +45,12 @@ class Chunk(ABC):
     Attributes:
         source: The number of the source, from 0.
         first: The number of the first record, from 1.
-        notes: What was passed over on the way to these records, for the counts in the report:
-            `blank_lines`, `crlf_lines`, `byte_order_mark`.
+        notes: What was passed over on the way to these records.
     """
 
     source: int
     first: int
-    notes: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[Note, int] = field(default_factory=dict)
 
     @abstractmethod
     def __len__(self) -> int:
@@ -95,18 +95,18 @@ def _json_record(raw: bytes) -> dict[str, Any] | RowRejected:
 
 
 def json_chunks(
-    pieces: Iterable[tuple[int, bytes]], *, source: int, rows: int, lines: bool, notes: Mapping[str, int]
+    pieces: Iterable[tuple[int, bytes]], *, source: int, rows: int, lines: bool, notes: Mapping[Note, int]
 ) -> Iterator[JsonChunk]:
     """Chunks of (line, text); blank texts are no records, and are counted."""
     first, taken, size, counts = 1, list[tuple[int, bytes]](), 0, Counter(notes)
     for line, raw in pieces:
         if not raw.strip():
-            counts["blank_lines"] += 1
+            counts[Note.BLANK_LINES] += 1
             continue
         taken.append((line, raw))
         size += len(raw)
         if raw.endswith(b"\r\n"):
-            counts["crlf_lines"] += 1
+            counts[Note.CRLF_LINES] += 1
         if len(taken) == rows or size >= CHUNK_BYTES:
             yield JsonChunk(source=source, first=first, notes=counts, rows=taken, lines=lines)
             first, taken, size, counts = first + len(taken), [], 0, Counter()
@@ -236,7 +236,7 @@ _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 def csv_chunks(
-    lines: Iterable[tuple[int, bytes]], *, delimiter: str, source: int, rows: int, notes: Mapping[str, int]
+    lines: Iterable[tuple[int, bytes]], *, delimiter: str, source: int, rows: int, notes: Mapping[Note, int]
 ) -> Iterator[CsvChunk]:
     """Chunks of the rows below the header.
 
@@ -257,7 +257,7 @@ def csv_chunks(
         if cells is None:
             break
         if not cells:
-            counts["blank_lines"] += 1
+            counts[Note.BLANK_LINES] += 1
             continue
         if header is None:
             header = cells

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,6 +19,53 @@ IGNORE_INDEX = -100
 """The label of a token that is not trained; every loss in the field knows it."""
 
 Overflow = Literal["drop", "truncate", "error"]
+
+
+class Note(StrEnum):
+    """What was passed over or changed: the closed list that the report and the manifest count."""
+
+    # In a file, by the line
+    BLANK_LINES = "blank_lines"
+    BYTE_ORDER_MARK = "byte_order_mark"
+    CRLF_LINES = "crlf_lines"
+
+    # As a record became a conversation, by the row that was packed, as all that follow
+    ARGUMENTS_EMPTY = "tool_arguments_empty"  # null, missing or "" became {}
+    ARGUMENTS_PARSED = "tool_arguments_parsed"  # JSON text became an object
+    CALL_CONVERTED = "tool_call_converted"  # function_call, a call as text, or one without "function"
+    CONTENT_NULL = "content_null"  # null or missing content became ""
+    EMPTY_TURN_MASKED = "empty_turn_masked"  # an empty turn stays and is not trained
+    FIELDS_IGNORED = "message_fields_ignored"  # a message had fields that no template reads
+    FIRST_LABEL_IGNORED = "first_label_ignored"  # a tokenized example trained its first token
+    INPUT_JOINED = "input_joined"  # Alpaca's input follows the instruction and an empty line
+    MESSAGES_PARSED = "messages_parsed"  # messages or history were JSON text
+    MESSAGES_TRANSPOSED = "messages_transposed"  # an object of lists became a list of objects
+    PADDING_LEFT_OUT = "padding_left_out"  # the last sequence of a packed row was padding
+    PARTS_JOINED = "content_parts_joined"
+    REASONING_RENAMED = "reasoning_renamed"  # reasoning, thinking or a part became reasoning_content
+    ROLE_MAPPED = "role_mapped"
+    SURROGATE_REPLACED = "surrogate_replaced"
+    SYSTEM_FOLDED = "system_folded"
+    TEXT_COLUMN_IGNORED = "text_column_ignored"  # text beside a conversation: its render
+    TOOLS_CONVERTED = "tools_converted"  # JSON text, or schemas without {"type": "function"} around them
+    TRAILING_TURNS_TRIMMED = "trailing_turns_trimmed"
+    TURNS_MERGED = "turns_merged"
+
+    # As a conversation became tokens
+    CALL_ID_ADDED = "tool_call_id_added"  # the template demands ids, the calls had none
+    EMPTY_TURN = "empty_turn_not_trained"
+    MARK_EXTENDED = "generation_mark_extended_to_end_token"
+    NO_END = "no_end_token_trained"  # the template marks turns, and prints nothing that ends them
+    REASONING_DROPPED = "reasoning_dropped_by_template"  # once a turn
+    SPACE_CUT = "white_space_behind_eos_cut"  # of plain text
+    SYSTEM_MOVED = "system_moved_by_template"  # a later system text stands elsewhere in the render
+    THINK_BLOCK = "think_block_moved_to_reasoning"  # an inline block became `reasoning_content`
+    THINK_TEXT = "think_tag_kept_as_text"
+    TOKEN_ACROSS_END = "token_across_span_end"  # trained
+    TOKEN_ACROSS_START = "token_across_span_start"  # not trained
+
+    # As an example entered a bin
+    TRUNCATED = "truncated"  # by overflow "truncate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +82,7 @@ class Conversation:
             It narrows `--train-on`, never widens it.
         text: Plain text, trained whole and ended by EOS.
         example: A record that came tokenized.
-        notes: The normalisations that were applied, for the counts in the report.
+        notes: The normalisations that were applied.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -42,7 +90,7 @@ class Conversation:
     trainable: Sequence[bool] | None = None
     text: str | None = None
     example: Example | None = None
-    notes: Sequence[str] = ()
+    notes: Sequence[Note] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # eq would compare arrays and set a hash
@@ -58,7 +106,7 @@ class Example:
             do not carry it: in a shard set it stands in examples.parquet.
         messages: The normalised messages whose render the ids are, where there were messages.
         tools: The tools that were rendered with them.
-        notes: What happened on the way, for the counts in the report.
+        notes: What happened on the way, the conversation's notes among them.
     """
 
     input_ids: NDArray[np.int32]
@@ -66,7 +114,7 @@ class Example:
     turn: int = -1
     messages: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
     tools: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
-    notes: Sequence[str] = field(default=(), repr=False)
+    notes: Sequence[Note] = field(default=(), repr=False)
 
     def __len__(self) -> int:
         return int(self.input_ids.size)
@@ -88,7 +136,7 @@ def make_example(
     input_ids: Sequence[int] | NDArray[Any],
     *,
     trained: Sequence[bool] | NDArray[np.bool_],
-    notes: Sequence[str] = (),
+    notes: Sequence[Note] = (),
 ) -> Example:
     """An example from ids and a mask; the first token is never trained, whatever the mask says.
 
@@ -126,7 +174,7 @@ def fit(example: Example, *, capacity: int, overflow: Overflow) -> Example:
             turn=example.turn,
             messages=example.messages,
             tools=example.tools,
-            notes=(*example.notes, "truncated"),
+            notes=(*example.notes, Note.TRUNCATED),
         )
     if example.supervised == 0:
         raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of the {len(example)} tokens is trained")

@@ -19,11 +19,10 @@ import numpy as np
 
 from packing.boundaries import position_ids
 from packing.errors import OptionError, Reason, RowRejected, check_choice, check_choices
-from packing.example import IGNORE_INDEX, Conversation, Example, make_example
+from packing.example import IGNORE_INDEX, Conversation, Example, Note, make_example
 from packing.messages import (
     CONTROLS,
     MEDIA,
-    Note,
     check_controls,
     clean,
     has_surrogate,
@@ -178,7 +177,7 @@ def _plain(record: Mapping[str, Any], options: FormatOptions) -> Conversation | 
 
 
 def _any(record: Mapping[str, Any], options: FormatOptions) -> Conversation:
-    notes: list[str] = []
+    notes: list[Note] = []
     replace = options.surrogates == "replace"
     columns = _renamed(record, options)
     name = _detect(columns, options, notes)
@@ -229,7 +228,7 @@ def _renamed(record: Mapping[str, Any], options: FormatOptions) -> Mapping[str, 
     return rest | {known: record.get(column) for known, column in options.columns.items()}
 
 
-def _detect(columns: Mapping[str, Any], options: FormatOptions, notes: list[str]) -> str:
+def _detect(columns: Mapping[str, Any], options: FormatOptions, notes: list[Note]) -> str:
     """The format whose columns the record has."""
     filled = frozenset([column for column, value in columns.items() if value is not None])
     found = list(_formats(filled) or _formats(frozenset(columns)))  # null messages are empty, not unknown
@@ -290,7 +289,7 @@ def _names(columns: Iterable[str]) -> str:
 _RawTurn = tuple[str, Any, bool | None]  # (where it stands, the message, whether it may be trained)
 
 
-def _raw_turns(name: str, columns: Mapping[str, Any], notes: list[str]) -> Iterator[_RawTurn]:
+def _raw_turns(name: str, columns: Mapping[str, Any], notes: list[Note]) -> Iterator[_RawTurn]:
     if system := _text(columns, SYSTEMS):
         yield "system", {"role": "system", "content": system}, False if name == "prompt_completion" else None
     if name in PAIRS:
@@ -301,7 +300,7 @@ def _raw_turns(name: str, columns: Mapping[str, Any], notes: list[str]) -> Itera
     yield from _chat_turns(value, where, notes)
 
 
-def _chat_turns(value: Any, where: str, notes: list[str]) -> Iterator[_RawTurn]:
+def _chat_turns(value: Any, where: str, notes: list[Note]) -> Iterator[_RawTurn]:
     if isinstance(value, str):
         value = parse(value, reason=Reason.BAD_RECORD, where=where) if value.strip() else None
         notes.append(Note.MESSAGES_PARSED)
@@ -334,7 +333,7 @@ def _transposed(columns: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
 
 
-def _pair_turns(name: str, columns: Mapping[str, Any], notes: list[str]) -> Iterator[_RawTurn]:
+def _pair_turns(name: str, columns: Mapping[str, Any], notes: list[Note]) -> Iterator[_RawTurn]:
     ask, answers = PAIRS[name]
     prompt = columns.get(ask)
     answer = only(columns, answers, reason=Reason.BAD_RECORD)
@@ -362,7 +361,7 @@ def _pair_turns(name: str, columns: Mapping[str, Any], notes: list[str]) -> Iter
         yield answers[0], {"role": "assistant", "content": _text(columns, answers)}, True if apart else None
 
 
-def _history(value: Any, notes: list[str]) -> list[tuple[str, str]]:
+def _history(value: Any, notes: list[Note]) -> list[tuple[str, str]]:
     """Earlier rounds, `[["question", "answer"], ...]`."""
     if isinstance(value, str):
         value = parse(value, reason=Reason.BAD_RECORD, where="history") if value.strip() else None
@@ -399,7 +398,7 @@ def _one_system(turns: list[_Turn]) -> list[_Turn]:
     return turns[1:]
 
 
-def _trim(turns: list[_Turn], options: FormatOptions, notes: list[str]) -> list[_Turn]:
+def _trim(turns: list[_Turn], options: FormatOptions, notes: list[Note]) -> list[_Turn]:
     """Ends the conversation with its last assistant turn."""
     end = len(turns)
     while end and turns[end - 1].message["role"] != "assistant":
@@ -424,7 +423,7 @@ def _is_empty(message: Mapping[str, Any]) -> bool:
     )
 
 
-def _mask_empty(turns: list[_Turn], options: FormatOptions, notes: list[str]) -> list[_Turn]:
+def _mask_empty(turns: list[_Turn], options: FormatOptions, notes: list[Note]) -> list[_Turn]:
     empty = [turn for turn in turns if _is_empty(turn.message)]
     if not empty:
         return turns
@@ -436,7 +435,7 @@ def _mask_empty(turns: list[_Turn], options: FormatOptions, notes: list[str]) ->
     return [_Turn(t.where, t.message, False) if t in empty else t for t in turns]
 
 
-def _fold_system(turns: list[_Turn], options: FormatOptions, notes: list[str]) -> list[_Turn]:
+def _fold_system(turns: list[_Turn], options: FormatOptions, notes: list[Note]) -> list[_Turn]:
     """Puts the text of system turns before that of the user turn that follows."""
     if options.system == "keep" or not any(turn.message["role"] == "system" for turn in turns):
         return turns
@@ -460,7 +459,7 @@ def _fold_system(turns: list[_Turn], options: FormatOptions, notes: list[str]) -
     return folded
 
 
-def _merge(turns: list[_Turn], options: FormatOptions, notes: list[str]) -> list[_Turn]:
+def _merge(turns: list[_Turn], options: FormatOptions, notes: list[Note]) -> list[_Turn]:
     """Joins neighbours of one role; tool replies in a row answer calls in a row and are no neighbours."""
     roles = [turn.message["role"] for turn in turns]
     if options.consecutive == "keep" or not any(a == b != "tool" for a, b in pairwise(roles)):
@@ -499,7 +498,7 @@ def _joined(texts: Iterable[str]) -> str:
 # Records that come tokenized
 
 
-def _tokens(columns: Mapping[str, Any], notes: list[str]) -> Example:
+def _tokens(columns: Mapping[str, Any], notes: list[Note]) -> Example:
     """The ids as they are; what is trained comes from labels or from a mask. Labels are not shifted.
 
     Whether the ids are in the vocabulary is for whoever holds the tokenizer to say.

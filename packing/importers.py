@@ -31,9 +31,9 @@ from packing.boundaries import (
 )
 from packing.buffer import build_buffer
 from packing.errors import InputError, OptionError, Reason, RowRejected
-from packing.example import IGNORE_INDEX, Example, make_example
+from packing.example import IGNORE_INDEX, Example, Note, make_example
 from packing.formats import MASKS
-from packing.messages import Note, check_controls
+from packing.messages import check_controls
 from packing.shards import ShardWriter, most_first
 from packing.sources import Source, SourceOptions, open_sources
 
@@ -131,7 +131,7 @@ def import_packed(
 
 
 def _rows(
-    sources: Sequence[Source], *, notes: Counter[str]
+    sources: Sequence[Source], *, notes: Counter[Note]
 ) -> Iterator[tuple[Source, str, tuple[int, int], _Row]]:
     """Source, layout, (line, record) and row of every record; counts what was passed over in `notes`."""
     for source in sources:
@@ -162,8 +162,8 @@ class _Books:
     supervised: int = 0
     padding_tokens: int = 0
     layouts: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-    input_notes: Counter[str] = field(default_factory=Counter)
+    notes: Counter[Note] = field(default_factory=Counter)
+    input_notes: Counter[Note] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
     tokens_rejected: Counter[str] = field(default_factory=Counter)
     origins: list[dict[str, Any]] = field(default_factory=list)

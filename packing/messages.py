@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
 from typing import Any
 
 from packing.errors import Reason, RowRejected
+from packing.example import Note
 from packing.strict_json import loads
 
 ROLES: Mapping[str, str] = {
@@ -56,31 +56,6 @@ MAX_DEPTH = 64
 """Tools and arguments nested deeper are rejected: none are, and templates recurse on them."""
 
 
-class Note(StrEnum):
-    """What was changed in a record that was accepted: the closed list of `Conversation.notes`."""
-
-    ARGUMENTS_EMPTY = "tool_arguments_empty"  # null, missing or "" became {}
-    ARGUMENTS_PARSED = "tool_arguments_parsed"  # JSON text became an object
-    CALL_CONVERTED = "tool_call_converted"  # function_call, a call as text, or one without "function"
-    CONTENT_NULL = "content_null"  # null or missing content became ""
-    EMPTY_TURN_MASKED = "empty_turn_masked"  # an empty turn stays and is not trained
-    FIELDS_IGNORED = "message_fields_ignored"  # a message had fields that no template reads
-    FIRST_LABEL_IGNORED = "first_label_ignored"  # a tokenized example trained its first token
-    INPUT_JOINED = "input_joined"  # Alpaca's input follows the instruction and an empty line
-    MESSAGES_PARSED = "messages_parsed"  # messages or history were JSON text
-    MESSAGES_TRANSPOSED = "messages_transposed"  # an object of lists became a list of objects
-    PADDING_LEFT_OUT = "padding_left_out"  # the last sequence of a packed row was padding
-    PARTS_JOINED = "content_parts_joined"
-    REASONING_RENAMED = "reasoning_renamed"  # reasoning, thinking or a part became reasoning_content
-    ROLE_MAPPED = "role_mapped"
-    SURROGATE_REPLACED = "surrogate_replaced"
-    SYSTEM_FOLDED = "system_folded"
-    TEXT_COLUMN_IGNORED = "text_column_ignored"  # text beside a conversation: its render
-    TOOLS_CONVERTED = "tools_converted"  # JSON text, or schemas without {"type": "function"} around them
-    TRAILING_TURNS_TRIMMED = "trailing_turns_trimmed"
-    TURNS_MERGED = "turns_merged"
-
-
 def only(fields: Mapping[str, Any], names: Iterable[str], *, reason: Reason, where: str = "") -> Any:
     """The value under one of several names for the same thing; None where there is none.
 
@@ -113,7 +88,7 @@ def parse(text: str, *, reason: Reason, where: str) -> Any:
 
 
 def read_message(
-    raw: Any, *, where: str, roles: Mapping[str, str], notes: list[str]
+    raw: Any, *, where: str, roles: Mapping[str, str], notes: list[Note]
 ) -> tuple[dict[str, Any], bool | None]:
     """The message as `Conversation` has it, and its weight as a truth value, None without one.
 
@@ -177,7 +152,7 @@ def read_message(
     return message, _weight(raw, where)
 
 
-def _role(said: Any, where: str, roles: Mapping[str, str], notes: list[str]) -> tuple[str, bool]:
+def _role(said: Any, where: str, roles: Mapping[str, str], notes: list[Note]) -> tuple[str, bool]:
     """(the role, whether the content holds calls)."""
     if not isinstance(said, str):
         raise RowRejected(Reason.BAD_MESSAGE, f"{where} has no role")
@@ -192,7 +167,7 @@ def _role(said: Any, where: str, roles: Mapping[str, str], notes: list[str]) -> 
     return ROLES[key], key in CALL_ROLES
 
 
-def _check_ignored(raw: Mapping[str, Any], ignored: set[str], where: str, notes: list[str]) -> None:
+def _check_ignored(raw: Mapping[str, Any], ignored: set[str], where: str, notes: list[Note]) -> None:
     """Fields that no template reads are dropped with a note, unless they hold what should be trained on."""
     filled = {name for name in ignored if raw[name] not in (None, "", [], {})}
     if media := filled.intersection(MEDIA):
@@ -250,7 +225,7 @@ def _own_text(value: Any, where: str) -> str:
     return value
 
 
-def _parts(parts: Sequence[Any], where: str, notes: list[str]) -> tuple[str, str, list[Any]]:
+def _parts(parts: Sequence[Any], where: str, notes: list[Note]) -> tuple[str, str, list[Any]]:
     """(text, reasoning, calls) of content given in parts: in this order alone a message can say it."""
     kinds = {"reasoning": 0, "thinking": 0, "text": 1, "tool_call": 2}
     texts: tuple[list[str], list[str]] = ([], [])
@@ -277,7 +252,7 @@ def _parts(parts: Sequence[Any], where: str, notes: list[str]) -> tuple[str, str
     return "".join(texts[1]), "".join(texts[0]), calls
 
 
-def _as_calls(value: Any, where: str, notes: list[str]) -> list[Any]:
+def _as_calls(value: Any, where: str, notes: list[Note]) -> list[Any]:
     """A list of calls from none, one or several, as JSON or as its text."""
     if isinstance(value, str) and value.strip():
         value = parse(value, reason=Reason.BAD_TOOLS, where=f"{where}: the call")
@@ -291,7 +266,7 @@ def _as_calls(value: Any, where: str, notes: list[str]) -> list[Any]:
     return list(value)
 
 
-def _call(raw: Any, where: str, notes: list[str]) -> dict[str, Any]:
+def _call(raw: Any, where: str, notes: list[Note]) -> dict[str, Any]:
     """`{"type": "function", "function": {"name": text, "arguments": object}}`, and the id if there is one."""
     if isinstance(raw, str):
         raw = parse(raw, reason=Reason.BAD_TOOLS, where=where)
@@ -333,7 +308,7 @@ def _function(raw: Any, where: str) -> tuple[Mapping[str, Any], set[str]]:
     return function, raw.keys() - known
 
 
-def read_tools(value: Any, *, notes: list[str]) -> list[dict[str, Any]] | None:
+def read_tools(value: Any, *, notes: list[Note]) -> list[dict[str, Any]] | None:
     """The tools on offer as `{"type": "function", "function": schema}`; None for null, [] and "".
 
     Raises:
@@ -349,7 +324,7 @@ def read_tools(value: Any, *, notes: list[str]) -> list[dict[str, Any]] | None:
     return [_tool(tool, f"tools[{number}]", notes) for number, tool in enumerate(value)] or None
 
 
-def _tool(raw: Any, where: str, notes: list[str]) -> dict[str, Any]:
+def _tool(raw: Any, where: str, notes: list[Note]) -> dict[str, Any]:
     if isinstance(raw, str):
         raw = parse(raw, reason=Reason.BAD_TOOLS, where=where)
         notes.append(Note.TOOLS_CONVERTED)
@@ -373,7 +348,7 @@ def _weight(raw: Mapping[str, Any], where: str) -> bool | None:
     return bool(weight)
 
 
-def clean(value: Any, *, replace: bool, notes: list[str]) -> Any:
+def clean(value: Any, *, replace: bool, notes: list[Note]) -> Any:
     """The value itself, where JSON in UTF-8 can say it.
 
     Args:

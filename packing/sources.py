@@ -32,6 +32,7 @@ from packing.chunks import (
 )
 from packing.chunks import Chunk as Chunk
 from packing.errors import InputError, OptionError, RowRejected
+from packing.example import Note
 from packing.strict_json import BOM, loads
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class FileSource(Source):
         return os.path.getsize(self.place)
 
     def chunks(self, *, rows: int) -> Iterator[Chunk]:
-        notes = {"byte_order_mark": 1} if self._bom else {}
+        notes = {Note.BYTE_ORDER_MARK: 1} if self._bom else {}
         where = {"source": self.number, "rows": rows}
         if self._kind in ("parquet", "arrow"):
             batches = (

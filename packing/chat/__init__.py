@@ -8,9 +8,9 @@ right; `tokenizer` loads.
 """
 
 from packing.chat.audit import Audit, Finding, audit
-from packing.chat.dialect import Note
 from packing.chat.encode import ENCODING_VERSION, ChatEncoder, ChatOptions, EncodersDiffer, encode_chat
 from packing.chat.tokenizer import load_tokenizer, tokenizer_digest
+from packing.example import Note
 
 __all__ = [
     "ENCODING_VERSION",

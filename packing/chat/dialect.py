@@ -10,30 +10,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Literal
 
 from packing.errors import Reason, RowRejected
+from packing.example import Note
 
 ROLES = ("system", "user", "assistant", "tool")
 
 THINK_TAG = re.compile(r"</?think>")
-
-
-class Note(StrEnum):
-    """What happened to a conversation on its way to tokens: the closed list of the notes given here."""
-
-    CALL_ID_ADDED = "tool_call_id_added"  # the template demands ids, the calls had none
-    EMPTY_TURN = "empty_turn_not_trained"
-    NO_END = "no_end_token_trained"  # the template marks turns, and prints nothing that ends them
-    MARK_EXTENDED = "generation_mark_extended_to_end_token"
-    REASONING_DROPPED = "reasoning_dropped_by_template"  # once a turn
-    SYSTEM_MOVED = "system_moved_by_template"  # a later system text stands elsewhere in the render
-    THINK_BLOCK = "think_block_moved_to_reasoning"  # an inline block became `reasoning_content`
-    THINK_TEXT = "think_tag_kept_as_text"
-    TOKEN_ACROSS_START = "token_across_span_start"  # not trained
-    SPACE_CUT = "white_space_behind_eos_cut"  # of plain text
-    TOKEN_ACROSS_END = "token_across_span_end"  # trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +40,7 @@ class Dialect:
 
 
 def adapt(
-    messages: Sequence[Mapping[str, Any]], *, dialect: Dialect, notes: list[str]
+    messages: Sequence[Mapping[str, Any]], *, dialect: Dialect, notes: list[Note]
 ) -> list[dict[str, Any]]:
     """New message objects, each distinct, in the template's dialect.
 
@@ -71,7 +55,7 @@ def adapt(
     return result
 
 
-def _message(message: Mapping[str, Any], number: int, dialect: Dialect, notes: list[str]) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], number: int, dialect: Dialect, notes: list[Note]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RowRejected(Reason.BAD_MESSAGE, f"message {number} is {type(message).__name__}, not an object")
     role, content = message.get("role"), message.get("content")
@@ -97,7 +81,7 @@ def _message(message: Mapping[str, Any], number: int, dialect: Dialect, notes: l
     return result
 
 
-def _settle_think_tags(message: dict[str, Any], number: int, dialect: Dialect, notes: list[str]) -> None:
+def _settle_think_tags(message: dict[str, Any], number: int, dialect: Dialect, notes: list[Note]) -> None:
     """Moves an inline block to the reasoning; tags that are text are kept from the template's hands."""
     given = message.get("reasoning_content", "")
     block, answer = split_think(message["content"], number=number)
@@ -192,7 +176,7 @@ def to_json(value: Any, what: str) -> str:
         raise RowRejected(Reason.BAD_TOOLS, f"{what} are no JSON: {error}") from error
 
 
-def _add_call_ids(messages: Sequence[dict[str, Any]], notes: list[str]) -> None:
+def _add_call_ids(messages: Sequence[dict[str, Any]], notes: list[Note]) -> None:
     """Ids of nine characters, counted through the conversation, for calls without; replies without take
     them in the order of the calls.
 

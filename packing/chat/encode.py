@@ -23,14 +23,14 @@ from packing.chat import proof
 from packing.chat.bpe import BpeEncoder, Encoded
 from packing.chat.calibrate import THINK, Calibration, calibrate
 from packing.chat.control import CONTROL_FORM, Joins, exchange, strings, texts
-from packing.chat.dialect import Note, adapt, check_tools
+from packing.chat.dialect import adapt, check_tools
 from packing.chat.ids import Tokens, around, by_bytes, by_places, difference
 from packing.chat.recipe import NotEqual
 from packing.chat.spans import check_untrained, find_turns
 from packing.chat.template import RENDER_ERRORS, RESERVED_ARGUMENTS, ChatTemplate, Render
 from packing.chat.tokenizer import PROBES, any_of, digest_of, plain_backend, tokenizer_digest, tokenizer_json
 from packing.errors import OptionError, PadfreeError, Reason, RowRejected, TemplateError, check_choices
-from packing.example import Conversation, Example, make_example
+from packing.example import Conversation, Example, Note, make_example
 from packing.messages import clean, read_message, read_tools
 
 ENCODING_VERSION = 1
@@ -94,7 +94,7 @@ class _Draft:
     """
 
     number: int
-    notes: list[str]
+    notes: list[Note]
     text: str = ""
     chat: _Chat | None = None
     render: Render | None = None
@@ -718,7 +718,7 @@ def encode_chat(
         template_date=template_date,
         control_tokens=control_tokens,
     )
-    notes: list[str] = []
+    notes: list[Note] = []
     read = [
         read_message(message, where=f"messages[{number}]", roles={}, notes=notes)
         for number, message in enumerate(messages or ())

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing.chat.bpe import Encoded, byte_places
-from packing.chat.dialect import Note
 from packing.errors import RowRejected
-from packing.example import IGNORE_INDEX
+from packing.example import IGNORE_INDEX, Note
 
 
 class Tokens(NamedTuple):

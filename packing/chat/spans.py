@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from packing.chat.calibrate import Calibration
-from packing.chat.dialect import Note, split_think
+from packing.chat.dialect import split_think
 from packing.chat.probes import is_first
 from packing.chat.template import RENDER_ERRORS, ChatTemplate, Piece, Render, ScatteredError
 from packing.errors import Reason, RowRejected
+from packing.example import Note
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -31,7 +32,7 @@ class Turns(NamedTuple):
 
     spans: list[Piece]
     dropped: list[int]
-    notes: list[str]
+    notes: list[Note]
 
 
 def find_turns(
@@ -90,7 +91,7 @@ def _check_texts(
     places: Sequence[Place | None],
     messages: Sequence[Message],
     calibration: Calibration,
-    notes: list[str],
+    notes: list[Note],
 ) -> None:
     """Text in is text out, but for white space at its ends: no message of the others may vanish."""
     for number, message in enumerate(messages):
@@ -331,7 +332,7 @@ class _Turn:
         wanted = " or ".join(repr(marker) for marker, _ in ends)
         raise _uncertain(self.number, f"the turn does not end with {wanted}")
 
-    def _extend(self, marks: list[Piece], end: Place | None, notes: list[str]) -> list[Piece]:
+    def _extend(self, marks: list[Piece], end: Place | None, notes: list[Note]) -> list[Piece]:
         """The template's own marks; where they leave the end marker out, they are extended to it."""
         if not marks:
             raise _uncertain(self.number, "the template's {% generation %} marks leave this turn out")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from packing.example import Note
 from packing.pipeline.rows import EncodedChunk, Reject
 from packing.shards import most_first
 
@@ -47,8 +48,8 @@ class Accounting:
     turns_rejected: Counter[str] = field(default_factory=Counter)
     tokens_rejected: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
-    notes: Counter[str] = field(default_factory=Counter)
-    input_notes: Counter[str] = field(default_factory=Counter)
+    notes: Counter[Note] = field(default_factory=Counter)
+    input_notes: Counter[Note] = field(default_factory=Counter)
     encoders: Counter[str] = field(default_factory=Counter)
     first_rejects: list[Reject] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from packing.boundaries import starts
 from packing.chat import ChatEncoder
 from packing.errors import OptionError, RowRejected
-from packing.example import IGNORE_INDEX, Conversation, Example, fit
+from packing.example import IGNORE_INDEX, Conversation, Example, Note, fit
 from packing.formats import FormatOptions, normalise
 from packing.pipeline.clock import Clock
 from packing.pipeline.options import PackOptions
@@ -72,8 +72,8 @@ class EncodedChunk:
     rows: int
     rows_held_out: int
     cut: int
-    notes: Counter[str]
-    input_notes: Mapping[str, int]
+    notes: Counter[Note]
+    input_notes: Mapping[Note, int]
     encoders: Mapping[str, int]
     seconds: Mapping[str, float]
 
@@ -205,7 +205,7 @@ class _Rows:
     rejects: list[Reject] = field(default_factory=list)
     held_out: int = 0
     cut: int = 0
-    notes: Counter[str] = field(default_factory=Counter)
+    notes: Counter[Note] = field(default_factory=Counter)
 
     def accept(self, place: Place, examples: Sequence[Example], *, held_out: bool) -> None:
         self.held_out += held_out
@@ -221,7 +221,7 @@ class _Rows:
         self,
         *,
         count: int,
-        input_notes: Mapping[str, int],
+        input_notes: Mapping[Note, int],
         encoders: Mapping[str, int],
         seconds: Mapping[str, float],
     ) -> EncodedChunk:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from packing.example import IGNORE_INDEX
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Name = TypeVar("Name", bound=str)
 
 FORMAT_VERSION = 1
 """Raised when an older reader could not read the directory, or would read it wrongly.
@@ -51,7 +53,7 @@ def count(contents: dict[str, int], buffer: PackedBuffer) -> None:
     contents["supervised_tokens"] += int(np.count_nonzero(buffer.labels != IGNORE_INDEX))
 
 
-def most_first(counts: Mapping[str, int]) -> dict[str, int]:
+def most_first(counts: Mapping[Name, int]) -> dict[Name, int]:
     """Most first, equal ones by name, for accounts: the order does not depend on which came first."""
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packing.buffer import build_buffer, check_buffer, unpack
 from packing.errors import OptionError, Reason, RowRejected
-from packing.example import IGNORE_INDEX, Example, fit, make_example
+from packing.example import IGNORE_INDEX, Example, Note, fit, make_example
 
 
 def example_of(ids, trained=None):
@@ -107,7 +107,7 @@ def test_too_long_by_policy():
     cut = fit(long, capacity=4, overflow="truncate")
     assert cut.input_ids.tolist() == [1, 2, 3, 4]
     assert cut.labels.tolist() == [-100, 2, 3, 4]
-    assert cut.notes == ("truncated",)
+    assert cut.notes == (Note.TRUNCATED,)
     with pytest.raises(OptionError, match="--capacity"):
         fit(long, capacity=4, overflow="error")
     with pytest.raises(OptionError, match="no overflow 'Drop': choose one of drop, truncate, error"):

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from packing.errors import InputError, Reason, RowRejected
-from packing.example import Conversation
+from packing.example import Conversation, Note
 from packing.formats import FormatOptions, normalise
-from packing.messages import Note
 from packing.sources import SourceOptions, open_sources
 
 pytestmark = pytest.mark.shared

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packing.errors import OptionError, Reason, RowRejected
-from packing.example import Conversation
+from packing.example import Conversation, Note
 from packing.formats import MASKS, PAIRS, Format, FormatOptions, _any, _plain, normalise
-from packing.messages import CONTROLS, MASKED, Note
+from packing.messages import CONTROLS, MASKED
 
 Messages = list[tuple[str, str]]
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from packing.errors import Reason, RowRejected
-from packing.messages import CONTROLS, MASKED, WEIGHTS, Note, clean, read_message, read_tools
+from packing.example import Note
+from packing.messages import CONTROLS, MASKED, WEIGHTS, clean, read_message, read_tools
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 SCHEMA = {"name": "f", "description": "does", "parameters": {"type": "object", "properties": {}}}
