@@ -92,8 +92,6 @@ def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[st
             f"{template.name} prints another message's text within the assistant's turn "
             f"({_short(stray.region)}): mark what is trained with {{% generation %}} in an own template"
         )
-    if template.has_generation:
-        _check_marks(template, dialect)
     observations = [seen for seen in observations if not seen.foreign]
     starts, why_not = _find_starts(observations, bos)
     if not template.has_generation and ("user", False) not in starts:
@@ -122,27 +120,6 @@ def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[st
         renders=renders,
         displaced=find_displaced(template, dialect),
     )
-
-
-def _check_marks(template: ChatTemplate, dialect: Dialect) -> None:
-    messages = build("uauA", Words("Quokka"))
-    if (seen := attempt(template, messages, dialect)) is None:
-        return
-    roles = {
-        messages[mark.message]["role"]
-        for mark in seen[0].marked
-        if mark.message >= 0 and mark.end > mark.start
-    }
-    if not roles:
-        raise TemplateError(
-            f"{template.name} has {{% generation %}}, and marks nothing of what an assistant says to a user: "
-            "put the marks around that, or leave them out"
-        )
-    if roles != {"assistant"}:
-        raise TemplateError(
-            f"{template.name} marks what the {min(roles - {'assistant'})} says as generated: "
-            "put the marks around what the assistant says alone"
-        )
 
 
 def _short(text: str) -> str:

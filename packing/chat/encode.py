@@ -666,7 +666,7 @@ def _check_marks(template: ChatTemplate, calibration: Calibration) -> None:
         except RENDER_ERRORS:
             continue
         except RowRejected as rejection:
-            raise TemplateError(f"{template.name}: {rejection}") from rejection
+            raise TemplateError(f"{template.name}, in a plain talk: {rejection.detail}") from rejection
 
 
 def _rebuild(tokenizer: Any, options: ChatOptions, prepared: bool) -> ChatEncoder:

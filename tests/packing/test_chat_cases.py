@@ -781,10 +781,12 @@ def test_train_on_all_keeps_to_what_may_be_trained(tokenizer, template):
             "{%- if m.role != 'assistant' %}{{ '<|im_start|>' + m.role + '\\n' }}{% endif %}",
         ),
         ("m.content + '<|im_end|>' }}{% end", "m.content + '<|im_end|>\\n<|im_start|>user\\n' }}{% end"),
+        ("m.role == 'assistant' %}", "true %}"),
+        ("m.role == 'assistant' %}", "false %}"),
     ],
 )
-def test_marks_around_a_header_are_refused(tokenizer, old, new):
-    """{% generation %} around the turn's own header, or running over the next one's."""
+def test_marks_around_other_text_are_refused(tokenizer, old, new):
+    """{% generation %} around the turn's own header, over the next one's, around all, around nothing."""
     source = T["marked"].replace(old, new)
     if "!= 'assistant'" in new:
         source = source.replace(

@@ -326,14 +326,6 @@ REFUSED = {
         "each turn at its own place",
     ),
     "no assistant": (LOOP + "{% if m.role == 'user' %}{{ m.content }}</s>{% endif %}" + END, "own place"),
-    "marks around all": (
-        LOOP + "{% generation %}{{ m.content + '</s>' }}{% endgeneration %}" + END,
-        "marks what the user says",
-    ),
-    "marks around nothing": (
-        T["chatml"] + "{% if false %}{% generation %}x{% endgeneration %}{% endif %}",
-        "marks nothing of what an assistant says",
-    ),
     "backwards": (
         T["chatml"].replace("in messages", "in messages[::-1]", 1),
         "each turn at its own place",
@@ -349,7 +341,7 @@ def test_what_can_not_be_certain_is_refused(name):
     with pytest.raises(TemplateError, match=re.escape(why)) as caught:
         learn(source)
     assert "T" in str(caught.value)
-    assert any(way in str(caught.value) for way in ("--chat-template", "{% generation %}", "put the marks"))
+    assert any(way in str(caught.value) for way in ("--chat-template", "{% generation %}"))
 
 
 def test_an_end_that_the_next_message_prints_is_the_end():
