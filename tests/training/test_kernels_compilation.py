@@ -152,6 +152,25 @@ def test_kernels_in_the_caches_are_counted(tmp_path: Path, monkeypatch: pytest.M
     assert compilation.count_cached() == 3
 
 
+def test_caches_are_looked_for_where_triton_puts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under $TRITON_HOME or the user's home; a user without one, as in a container, has none cached."""
+    for name in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for file in ("home/.triton/cache/A/k.cubin", "home/.tilelang/cache/C/k.so"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    assert compilation.count_cached() == 2
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    assert compilation.count_cached() == 1
+    monkeypatch.delenv("TRITON_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # raises KeyError
+    assert compilation.count_cached() == 0
+
+
 def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks do not start eight times as many compilers as there are cores."""
     monkeypatch.undo()

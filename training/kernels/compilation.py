@@ -56,8 +56,8 @@ def _cores() -> int:
 
 
 def count_cached() -> int:
-    """How many compiled kernels the caches of triton and tilelang hold on disk."""
-    home = Path.home()
-    triton = Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
-    tilelang = Path(os.environ.get("TILELANG_CACHE_DIR", home / ".tilelang" / "cache"))
-    return sum(1 for _ in triton.rglob("*.cubin")) + sum(1 for _ in tilelang.rglob("*.so"))
+    """How many compiled kernels the caches of triton and tilelang hold on disk, where the two put them."""
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))  # "~" itself for a user without a home
+    triton = os.environ.get("TRITON_CACHE_DIR", f"{home}/.triton/cache")
+    tilelang = os.environ.get("TILELANG_CACHE_DIR", os.path.expanduser("~/.tilelang/cache"))
+    return sum(1 for _ in Path(triton).rglob("*.cubin")) + sum(1 for _ in Path(tilelang).rglob("*.so"))
