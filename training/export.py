@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from training import checkpoint
 from training.errors import InputError, OptionError, OutputError, writing
-from training.files import TRAINER, check_digests, weights_digest
+from training.files import TRAINER, check_digests, tensor_sizes, weights_digest
 from training.lora import exported_name, write_config
 
 FILE_BYTES = 4 * 2**30
@@ -94,16 +94,20 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
         config.save_pretrained(beside)
 
-    tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, tensors in enumerate(_files(place, began, tied=tied), start=1):
-        name = f"model-{number:05d}.safetensors"
-        total += _save(tensors, beside / name, cast=cast)
-        weight_map |= dict.fromkeys(tensors, name)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (beside / INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
-    return len(weight_map), total
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    files = _Files(beside, cast=cast)
+    original = {file: tensor_sizes(file) for file in sorted(began.glob("*.safetensors"))}
+    known = {name for sizes in original.values() for name in sizes}
+    trained = {name: size for name, size in checkpoint.model_sizes(place).items() if name not in tied}
+    names = {name: _first_name(name, known) for name in trained}
+    for group in _groups(trained):
+        files.add({names[name]: value for name, value in checkpoint.read_model(place, group).items()})
+    taken = set(names.values())
+    for file, sizes in original.items():  # what training left alone
+        with safe_open(file, framework="pt") as stored:
+            for group in _groups({name: size for name, size in sizes.items() if name not in taken}):
+                files.add({name: stored.get_tensor(name) for name in group})
+    return files.finish()
 
 
 def _write_adapter(
@@ -136,34 +140,45 @@ def _checkpoint(source: Path) -> Path:
     return newest
 
 
-def _files(place: Path, began: Path, *, tied: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
-    """Named tensors, file by file: the trained ones under their first names, then those left alone."""
-    stored = checkpoint.model_sizes(place)
-    original = {name: file for file in sorted(began.glob("*.safetensors")) for name in _names(file)}
-    names = {name: _first_name(name, original) for name in stored if name not in tied}
+class _Files:
+    """The weights' files of an export, one in memory at a time, and the index that says what lies where."""
+
+    def __init__(self, folder: Path, *, cast: torch.dtype | None) -> None:
+        self._folder, self._cast = folder, cast
+        self._number = self._total = 0
+        self._weight_map: dict[str, str] = {}
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Writes the next file. The caller keeps no name for the tensors, which are then freed at the end."""
+        self._number += 1
+        name = f"model-{self._number:05d}.safetensors"
+        self._total += _save(tensors, self._folder / name, cast=self._cast)
+        self._weight_map |= dict.fromkeys(tensors, name)
+
+    def finish(self) -> tuple[int, int]:
+        """Writes the index; how many tensors, and their bytes."""
+        index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
+        return len(self._weight_map), self._total
+
+
+def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names, in their order, of about `FILE_BYTES` together; a larger tensor is alone."""
     group: list[str] = []
     size = 0
-    for name in names:
-        if group and size + stored[name] > FILE_BYTES:
-            yield {names[key]: value for key, value in checkpoint.read_model(place, group).items()}
+    for name, more in sizes.items():
+        if group and size + more > FILE_BYTES:
+            yield group
             group, size = [], 0
         group.append(name)
-        size += stored[name]
-    yield {names[key]: value for key, value in checkpoint.read_model(place, group).items()}
-    untouched = [name for name in original if name not in names.values()]
-    for file in sorted({original[name] for name in untouched}):
-        with safe_open(file, framework="pt") as tensors:
-            yield {name: tensors.get_tensor(name) for name in untouched if original[name] == file}
+        size += more
+    if group:
+        yield group
 
 
-def _names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as tensors:
-        return list(tensors.keys())
-
-
-def _first_name(name: str, original: Mapping[str, Any]) -> str:
+def _first_name(name: str, known: Set[str]) -> str:
     other = name.replace("model.", "model.language_model.", 1)
-    return other if other in original else name
+    return other if other in known else name
 
 
 def _copy_small(source: Path, target: Path, *, but: tuple[str, ...] = ()) -> None:

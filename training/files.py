@@ -131,6 +131,14 @@ def weights_digest(directory: str) -> str:
     return found.hexdigest() if files else ""
 
 
+def tensor_sizes(file: Path) -> dict[str, int]:
+    """The tensors of a sound safetensors file by name, and how many bytes each has."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    places = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
+    return {name: last - first for name, (first, last) in places.items()}
+
+
 def _known(checkpoint: Path) -> dict[str, str]:
     try:
         known = json.loads((checkpoint / DIGESTS).read_text("utf-8"))

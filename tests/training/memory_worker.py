@@ -1,0 +1,86 @@
+"""Peaks of memory, as `memory_worker.py OUT KIND …`; each rank writes a JSON object into OUT/KIND-RANK.json.
+
+    whole FOLDER         reads all safetensors, as a control: it has to be seen
+    random FOLDER        the trainer's way from a configuration, under torchrun
+    load FOLDER RUN      the same from safetensors; leaves a checkpoint in RUN
+    export RUN DIRECTORY
+
+The peak is that of the whole process, as the system counts it, less what was resident before: it can only
+be too high. It holds what torch, safetensors, gloo and mapped files take alike.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tiny_shards import VOCABULARY
+
+from training import export
+from training.checkpoint import FOLDER, Saver
+from training.config import Checkpoint, Config, Data, Model, Parallel
+from training.launch import leave
+from training.model import blocks, load_weights, read_config
+from training.parallel import World, join
+from training.train import build, spread
+
+FILE_BYTES = 64 * 2**20
+"""Of a file of the model, and of the export."""
+
+
+def resident(key: str) -> int:
+    """Bytes: "VmRSS" are now, "VmHWM" were at the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line.split()[1] for line in lines if line.startswith(f"{key}:"))
+    return 1024 * int(found)
+
+
+def sharded(model: Model, world: World, *, run: Path | None = None) -> dict[str, int]:
+    """As the trainer comes to a model that is spread over the ranks; with a checkpoint of it if asked for."""
+    config = Config(data=Data(shards=""), model=model)
+    model_config = read_config(model, vocabulary=VOCABULARY)
+    before = resident("VmRSS")
+    root = build(config, model_config, device=world.device, precision="fp32")
+    spread(root, config, world, precision="fp32")
+    if model.weights:
+        load_weights(root.model, model.weights)
+    peak = resident("VmHWM") - before
+    if run:
+        saver = Saver(run / FOLDER, options=Checkpoint(), world=world)
+        settings = {"lora": {"rank": 0}, "model": {"weights": ""}}
+        trainer = {"model": model_config.to_dict(), "base": "", "config": settings}
+        saver.save(1, model=root.model, optimizer=torch.optim.SGD(root.parameters()), trainer=trainer)
+    sizes = [parameter.nbytes for parameter in root.parameters()]
+    return {
+        "peak": peak,
+        "whole": sum(sizes),
+        "largest": max(sizes),
+        "block": max(sum(p.nbytes for p in block.parameters()) for block in blocks(root.model)),
+        "shards": sum(parameter.to_local().nbytes for parameter in root.parameters()),
+    }
+
+
+def main(kind: str, *words: str) -> dict[str, int]:
+    if kind in ("whole", "export"):
+        before = resident("VmRSS")
+        if kind == "export":
+            export.FILE_BYTES = FILE_BYTES
+            export.export(words[0], words[1])
+        else:
+            parts = [load_file(file) for file in Path(words[0]).glob("*.safetensors")]
+            assert all(value.isfinite().all() for part in parts for value in part.values())
+        return {"peak": resident("VmHWM") - before}
+    with join(Parallel()) as world:
+        sharded(Model(config="tiny-qwen3_5"), world)  # what libraries bring in at first use is no model
+        if kind == "random":
+            return sharded(Model(config=words[0]), world)
+        return sharded(Model(weights=words[0]), world, run=Path(words[1]))
+
+
+if __name__ == "__main__":
+    out, kind, *words = sys.argv[1:]
+    found = main(kind, *words)
+    (Path(out) / f"{kind}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+    leave(0)

@@ -1,0 +1,74 @@
+"""No process ever holds a whole model: not while values are drawn, loaded or exported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from memory_worker import FILE_BYTES
+from safetensors import safe_open
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory in /proc")
+
+SLACK = 16 * 2**20
+"""What libraries and messages add: beside a model of 345 MiB it hides nothing."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 345 MiB in several files."""
+    path = tmp_path_factory.mktemp("memory")
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=6,
+        head_dim=64,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path / "model", max_shard_size=FILE_BYTES)
+    return path
+
+
+def measure(folder: Path, kind: str, *words: Path, ranks: int = 1) -> list[dict[str, int]]:
+    """What each rank says of itself."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    worker = Path(__file__).with_name("memory_worker.py")
+    subprocess.run(
+        [sys.executable, *(launcher if ranks > 1 else []), worker, folder, kind, *words],
+        check=True,
+        timeout=240,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # glibc gives back what is freed, at once
+    )
+    return [json.loads((folder / f"{kind}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_a_whole_model_would_be_seen(folder: Path) -> None:
+    """Control: the files read as a whole are as much in the measure as they have bytes."""
+    (found,) = measure(folder, "whole", folder / "model")
+    files = list((folder / "model").glob("*.safetensors"))
+    assert len(files) > 5
+    assert found["peak"] > 0.99 * sum(file.stat().st_size for file in files)
+
+
+def test_random_values_are_drawn_block_by_block(folder: Path) -> None:
+    """A rank has its shards and one block, whole and in FSDP's copy."""
+    for found in measure(folder, "random", folder / "model", ranks=2):
+        assert found["peak"] < found["shards"] + 2 * found["block"] + SLACK < 0.75 * found["whole"]
+
+
+def test_no_rank_loads_the_whole_model_and_none_exports_it(folder: Path) -> None:
+    """A rank has its shards and one mapped file; an export has one file of its own, and one tensor."""
+    run, out = folder / "run", folder / "out"
+    for found in measure(folder, "load", folder / "model", run, ranks=2):
+        assert found["peak"] < found["shards"] + FILE_BYTES + SLACK < 0.75 * found["whole"]
+    (exported,) = measure(folder, "export", run, out)
+    assert exported["peak"] < FILE_BYTES + found["largest"] + SLACK < 0.4 * found["whole"]
+    names = {name for file in out.glob("*.safetensors") for name in safe_open(file, "pt").keys()}  # noqa: SIM118
+    assert len(list(out.glob("*.safetensors"))) > 5
+    assert len(names) == 2 + 12 * 11 + 1
