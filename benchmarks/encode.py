@@ -23,14 +23,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import tiktoken
-from record import save, spread
+from record import Seconds, in_turn, ratio, save, spread
 
 from packing.chat import ChatEncoder, ChatOptions, load_tokenizer
 from packing.chat.recipe import read_recipe
@@ -124,23 +125,8 @@ def trl(tokenizer: Any, template: str, rows: Sequence[Row]) -> Callable[[], Any]
     return run
 
 
-Samples = dict[str, list[tuple[float, float]]]
-
-
-def paired(calls: Mapping[str, Callable[[], object]], *, runs: int) -> Samples:
-    """(wall, processor) seconds of each call, in turn, so that what else the machine does falls on all."""
-    samples: Samples = {name: [] for name in calls}
-    for number in range(runs + 1):
-        for name, call in calls.items():
-            wall, processor = time.perf_counter(), time.process_time()
-            call()
-            if number:
-                samples[name].append((time.perf_counter() - wall, time.process_time() - processor))
-    return samples
-
-
-def ratios(samples: Samples) -> dict[str, Any]:
-    """Each ratio that says something, pair by pair, in wall and in processor time."""
+def ratios(wall: Seconds, processor: Seconds) -> dict[str, Any]:
+    """Each ratio that says something, run by run."""
     pairs = [
         ("tokenizers", "floor"),
         ("tiktoken", "bare"),
@@ -150,11 +136,11 @@ def ratios(samples: Samples) -> dict[str, Any]:
     ]
     return {
         f"{above}_over_{below}": {
-            unit: spread([a[n] / b[n] for a, b in zip(samples[above], samples[below], strict=True)])
-            for n, unit in enumerate(("wall", "processor"))
+            "wall": ratio(wall[above], wall[below]),
+            "processor": ratio(processor[above], processor[below]),
         }
         for above, below in pairs
-        if above in samples
+        if above in wall
     }
 
 
@@ -171,7 +157,7 @@ def measure(
     start = time.process_time()
     fast.prepare()
     result: dict[str, Any] = {"prepare_s": time.process_time() - start, **fast.encoder_report()}
-    total: Samples = {}
+    total: tuple[Seconds, Seconds] = ({}, {})
     for file, some in rows.items():
         kept = [
             (row, conversation, done[0])
@@ -196,23 +182,21 @@ def measure(
             "tools" in row or "tool_calls" in m for row, *_ in kept for m in row["messages"]
         ):
             calls["trl"] = trl(copy.copy(tokenizer), training, [row for row, *_ in kept])
-        samples = paired(calls, runs=runs)
+        wall, processor = in_turn(calls, runs=runs)
         result[file] = {
             "conversations": len(kept),
             "tokens": sum(map(len, examples)),
             "us_a_conversation": {
-                which: spread([1e6 * wall / len(kept) for wall, _ in taken])
-                for which, taken in samples.items()
+                which: spread([1e6 * each / len(kept) for each in taken]) for which, taken in wall.items()
             },
-            **ratios(samples),
+            **(found := ratios(wall, processor)),
         }
-        for which, taken in samples.items():
-            if which != "trl":
-                before = total.setdefault(which, [(0.0, 0.0)] * runs)
-                total[which] = [(a + c, b + d) for (a, b), (c, d) in zip(before, taken, strict=True)]
-        shown = {which: round(found["processor"]["median"], 2) for which, found in ratios(samples).items()}
+        for sums, seconds in zip(total, (wall, processor), strict=True):
+            for which in seconds.keys() - {"trl"}:
+                sums[which] = np.add(sums.get(which, 0.0), seconds[which]).tolist()
+        shown = {which: round(spreads["processor"]["median"], 2) for which, spreads in found.items()}
         print(name, file, shown, flush=True)
-    return {**result, "all_files": ratios(total)}
+    return {**result, "all_files": ratios(*total)}
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ system's temporary folder): it should lie on the disk that is to be measured.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import subprocess
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from plan import CAPACITY, chat_like
-from record import save, seconds, spread
+from record import in_turn, ratio, save, seconds, spread
 
 from packing.boundaries import starts
 from packing.buffer import PackedBuffer
@@ -77,22 +78,14 @@ def from_page_cache(directory: Path, *, runs: int) -> dict[str, Any]:
         ),
         **peers(directory),
     }
-    wall: dict[str, list[float]] = {name: [] for name in calls}
-    processor: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(runs + 1):
-        for name, call in calls.items():
-            start, used = time.perf_counter(), time.process_time()
-            tokens = call()
-            if number:
-                wall[name].append(tokens / (time.perf_counter() - start))
-                processor[name].append(tokens / (time.process_time() - used))
+    tokens = {name: call() for name, call in calls.items()}
     result: dict[str, Any] = {}
-    for unit, samples in (("s", wall), ("processor_s", processor)):
-        result |= {f"{name}_tokens_per_{unit}": spread(taken) for name, taken in samples.items()}
+    for unit, samples in zip(("s", "processor_s"), in_turn(calls, runs=runs, warmup=0), strict=True):
+        speeds = {name: [tokens[name] / each for each in taken] for name, taken in samples.items()}
+        result |= {f"{name}_tokens_per_{unit}": spread(taken) for name, taken in speeds.items()}
         for name in ("two_casts", "datasets_trl"):
-            if name in samples:
-                ratios = (a / b for a, b in zip(samples["loader"], samples[name], strict=True))
-                result[f"loader_over_{name}_{unit}"] = spread(ratios)
+            if name in speeds:
+                result[f"loader_over_{name}_{unit}"] = ratio(speeds["loader"], speeds[name])
     result["real_share"] = shards.manifest["contents"]["tokens"] / (buffers * CAPACITY)
     return result
 
@@ -138,17 +131,10 @@ def from_disk(directory: Path, *, runs: int) -> dict[str, Any]:
         "loader_as_it_lies": lambda: tokens_of(PackedDataLoader(directory, shuffle=False)),
         "loader_shuffled": lambda: tokens_of(PackedDataLoader(directory)),
     }
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(runs):
-        for name, call in calls.items():
-            drop_from_cache(directory)
-            start = time.perf_counter()
-            call()
-            samples[name].append(size / (time.perf_counter() - start))
-    result: dict[str, Any] = {f"{name}_bytes_per_s": spread(taken) for name, taken in samples.items()}
+    samples, _ = in_turn(calls, runs=runs, warmup=0, before=lambda: drop_from_cache(directory))
+    result = {f"{name}_bytes_per_s": spread(size / each for each in taken) for name, taken in samples.items()}
     for name in ("loader_as_it_lies", "loader_shuffled"):
-        ratios = (a / b for a, b in zip(samples[name], samples["plain_read"], strict=True))
-        result[f"{name}_over_plain_read"] = spread(ratios)
+        result[f"{name}_over_plain_read"] = ratio(samples["plain_read"], samples[name])
     return result
 
 
@@ -184,12 +170,13 @@ def start_up(*, runs: int) -> dict[str, Any]:
         "help": command(["--help"]),
         "pack_help": command(["pack", "--help"]),
     }
-    samples: dict[str, list[float]] = {name: [] for name in codes}
-    for _ in range(runs):
-        for name, code in codes.items():
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-            samples[name].append(time.perf_counter() - start)
+    calls = {
+        name: functools.partial(
+            subprocess.run, [sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL
+        )
+        for name, code in codes.items()
+    }
+    samples, _ = in_turn(calls, runs=runs, warmup=0)
     empty = samples.pop("python")
     samples["import_packing"] = [a - b for a, b in zip(samples["import_packing"], empty, strict=True)]
     return {f"{name}_s": spread(taken) for name, taken in samples.items()}
@@ -204,7 +191,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        os.environ["XDG_CACHE_HOME"] = f"{name}/cache"
+        os.environ["PADFREE_CACHE"] = f"{name}/cache"
         folder = Path(name)
         directory = make_set(folder / "set", chat_like(200_000)[: options.examples])
         verify(directory)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-from record import save, save_plot, spread
+from record import in_turn, ratio, save, save_plot, spread
 
 from packing.plan import lower_bound, plan_bins
 
@@ -102,31 +102,19 @@ def peers(lengths: Lengths) -> dict[str, Callable[[], Any]]:
     }
 
 
-def in_turn(calls: dict[str, Callable[[], Any]], *, runs: int) -> dict[str, list[float]]:
-    """Wall seconds of each call, `runs` times, after one that does not count."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(runs + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if number:
-                samples[name].append(time.perf_counter() - start)
-    return samples
-
-
 def speed(count: int, *, runs: int) -> dict[str, Any]:
     lengths = chat_like(count)
-    samples = in_turn(
+    samples, _ = in_turn(
         {
             "best_fit_decreasing": lambda: plan_bins(lengths, capacity=CAPACITY),
             "counting_sort": lambda: counting_sort(lengths),
         },
         runs=runs,
     )
-    found = in_turn(peers(lengths), runs=max(3, runs // 3))
+    found, _ = in_turn(peers(lengths), runs=max(3, runs // 3))
     result: dict[str, Any] = {f"{name}_s": spread(taken) for name, taken in (samples | found).items()}
     ours = samples["best_fit_decreasing"]
-    result["over_counting_sort"] = spread(a / b for a, b in zip(ours, samples["counting_sort"], strict=True))
+    result["over_counting_sort"] = ratio(ours, samples["counting_sort"])
     if found:
         fastest = min(map(statistics.median, found.values()))
         result["lightbinpack_over_ours"] = spread(fastest / taken for taken in ours)

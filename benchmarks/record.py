@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -20,6 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+Seconds = dict[str, list[float]]
+"""Of each call by its name, one a run."""
 
 RESULTS = Path(__file__).with_name("results")
 PACKAGES = [
@@ -42,16 +46,44 @@ def spread(samples: Iterable[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": values[0], "max": values[-1], "runs": len(values)}
 
 
+def ratio(above: Iterable[float], below: Iterable[float]) -> dict[str, Any]:
+    """The spread of the quotients, run by run."""
+    return spread(a / b for a, b in zip(above, below, strict=True))
+
+
 def seconds(call: Callable[[], object], *, runs: int = 7, warmup: int = 1) -> dict[str, Any]:
     """Wall seconds of a call: the spread over `runs`, after `warmup` calls that do not count."""
-    for _ in range(warmup):
-        call()
-    samples = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        call()
-        samples.append(time.perf_counter() - start)
-    return spread(samples)
+    return spread(in_turn({"call": call}, runs=runs, warmup=warmup)[0]["call"])
+
+
+def in_turn(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    runs: int,
+    warmup: int = 1,
+    before: Callable[[], object] = lambda: None,
+) -> tuple[Seconds, Seconds]:
+    """Wall and processor seconds of each call, that of ended child processes included.
+
+    The calls are taken in turn, `warmup` turns that do not count and `runs` that do, so that what else the
+    machine does falls on all alike. `before` goes before each call and is not timed.
+    """
+    wall: Seconds = {name: [] for name in calls}
+    processor: Seconds = {name: [] for name in calls}
+    for number in range(warmup + runs):
+        for name, call in calls.items():
+            before()
+            start, used = time.perf_counter(), _processor_seconds()
+            call()
+            if number >= warmup:
+                wall[name].append(time.perf_counter() - start)
+                processor[name].append(_processor_seconds() - used)
+    return wall, processor
+
+
+def _processor_seconds() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def save_plot(figure: Any, axes: Any, to: Path) -> None:
