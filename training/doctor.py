@@ -226,6 +226,9 @@ class _Patient:
                     f"installed, but does not import: {package.cause}. Install it again or remove it: "
                     "transformers would fall back to a reference that lets examples see each other",
                 )
+        there = {package.module for package in packages if package.cause is None}
+        if self.place == "cuda" and "tilelang" in there and (missing := compilation.tilelang_unready()):
+            self.note("packages", "tilelang", "fail", missing)
         if self.place != "cuda":
             self.note("packages", "fused kernels", "not applicable", "there is no CUDA device")
 

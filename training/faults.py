@@ -36,9 +36,13 @@ def naming_failures() -> Iterator[None]:
     Raises:
         PeerLost: with gloo's or NCCL's own words.
         OutOfMemory: with the allocator's figures.
+        KernelError: tilelang has no compiler.
     """
     from torch import OutOfMemoryError  # not above: the command names these errors before it needs torch
     from torch.distributed import DistError
+
+    from training.kernels import KernelError
+    from training.kernels.compilation import no_compiler
 
     try:
         yield
@@ -48,6 +52,10 @@ def naming_failures() -> Iterator[None]:
             "a smaller model.loss_chunk, optim.states=8bit, parallel.offload=true or more ranks take less"
         ) from error
     except RuntimeError as error:
+        if "bin/nvcc" in str(error) and (missing := no_compiler()):
+            raise KernelError(
+                f"a kernel is not in tilelang's cache and can't be compiled: {missing}"
+            ) from error
         if not isinstance(error, DistError) and _GLOO not in str(error):
             raise
         raise PeerLost(

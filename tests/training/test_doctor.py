@@ -1,5 +1,6 @@
 """`padfree doctor`: what it prints, its JSON, its exit code, and the README's table."""
 
+import dataclasses
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import torch
 from training import doctor
 from training.kernels import KernelError, proof
 from training.kernels.families import FAMILIES, Family, tiny_config
+from training.kernels.packages import Package
 
 FAMILY = {family.name: family for family in FAMILIES}
 
@@ -121,6 +123,23 @@ def test_a_broken_package_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found = doctor.run_doctor(families=[], device="cpu")
     assert found.exit_code == 1
     assert "No module named 'a_missing_subpackage'" in found.checks[0].detail
+
+
+@pytest.mark.parametrize(("place", "states"), [("cuda", ["fail"]), ("cpu", ["not applicable"])])
+def test_a_missing_compiler_fails_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, place: str, states: list[str]
+) -> None:
+    """What tilelang lacks is told with the packages, once, and on a machine with a GPU alone."""
+    monkeypatch.setattr(doctor.compilation, "tilelang_unready", lambda: "install the CUDA toolkit")
+    patient = doctor._Patient(place, "auto", None, may_refuse=True)
+    there = Package(module="tilelang", distribution="tilelang", version="0.1.15", cause=None)
+    absent = dataclasses.replace(there, version=None, cause="not installed")
+    patient.check_packages([there])
+    assert [check.state for check in patient.checks] == states
+    assert ("install the CUDA toolkit" in patient.checks[0].detail) is (place == "cuda")
+    patient.checks.clear()
+    patient.check_packages([absent])
+    assert not [check for check in patient.checks if check.state == "fail"]
 
 
 def test_warm_has_nothing_to_do_on_a_cpu() -> None:

@@ -1,5 +1,7 @@
 """All of an autotuner's candidates compiled at once, with a stand-in for triton; caches counted."""
 
+import os
+import subprocess
 import sys
 import threading
 import types
@@ -10,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from training.kernels import compilation
+from training.faults import naming_failures
+from training.kernels import KernelError, compilation
 
 
 class AsyncCompileMode:
@@ -180,3 +183,122 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compilation._cores() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert compilation._cores() == 1
+
+
+# --- what it takes to compile ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with nvcc and g++, both empty, an empty cache, and a tilelang that found the toolkit."""
+    for name in ("cuda/bin/nvcc", "bin/g++"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch(0o755)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
+    tilelang, env = types.ModuleType("tilelang"), types.ModuleType("tilelang.env")
+    vars(tilelang)["__version__"] = "0.1.15+cu130"
+    vars(env)["CUDA_HOME"] = str(tmp_path / "cuda")
+    vars(tilelang)["env"] = env
+    monkeypatch.setitem(sys.modules, "tilelang", tilelang)
+    monkeypatch.setitem(sys.modules, "tilelang.env", env)
+    return tmp_path
+
+
+def test_a_compiler_is_there_or_named(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvcc in the toolkit that tilelang found, and a C++ compiler on the PATH or in $CXX."""
+    assert compilation.no_compiler() is None
+    (toolkit / "bin" / "g++").unlink()
+    assert "install g++" in str(compilation.no_compiler())
+    monkeypatch.setenv("CXX", "/opt/gcc/bin/g++")
+    assert compilation.no_compiler() is None
+    (toolkit / "cuda" / "bin" / "nvcc").unlink()
+    cause = str(compilation.no_compiler())
+    assert f"none in {toolkit / 'cuda'}/bin" in cause
+    assert "CUDA_HOME" in cause
+    assert "pip install 'tilelang[nvcc]'" in cause
+    monkeypatch.setattr("tilelang.env.CUDA_HOME", "")
+    assert "none on the PATH" in str(compilation.no_compiler())
+
+
+@pytest.mark.parametrize(
+    ("version", "serves"), [("0.1.15", True), ("0.1.15_cu130", True), ("0.1.1", False), ("0.1.150", False)]
+)
+def test_kernels_in_the_cache_need_no_compiler(
+    toolkit: Path, monkeypatch: pytest.MonkeyPatch, version: str, serves: bool
+) -> None:
+    """Those of the installed tilelang do; without any toolkit it does not even look for them."""
+    assert compilation.tilelang_unready() is None
+    (toolkit / "cuda" / "bin" / "nvcc").unlink()
+    assert compilation.tilelang_unready() == compilation.no_compiler() is not None
+    kernel = toolkit / "cache" / version / "linux-x86_64" / "kernels" / "K" / "executable.so"
+    kernel.parent.mkdir(parents=True)
+    kernel.touch()
+    assert (compilation.tilelang_unready() is None) is serves
+    monkeypatch.setattr("tilelang.env.CUDA_HOME", "")
+    assert compilation.tilelang_unready() == compilation.no_compiler() is not None
+
+
+@pytest.mark.parametrize(
+    "said", ["[Errno 2] No such file or directory: '/cuda/bin/nvcc'", "Command: /cuda/bin/nvcc -ccbin=None"]
+)
+def test_a_kernel_that_was_not_cached_ends_the_step_in_one_line(toolkit: Path, said: str) -> None:
+    """As tilelang raises it, it says what to install; with a compiler it is an error of another kind."""
+    with pytest.raises(RuntimeError, match="bin/nvcc") as other, naming_failures():
+        raise RuntimeError(said)
+    assert not isinstance(other.value, KernelError)
+    (toolkit / "bin" / "g++").unlink()
+    with pytest.raises(KernelError, match=r"not in tilelang's cache .*: install g\+\+"), naming_failures():
+        raise RuntimeError(said)
+
+
+REAL = """
+import os, sys, tilelang, tilelang.language as T
+from training.kernels import compilation
+
+@T.prim_func
+def add(a: T.Tensor((128,), "float32"), b: T.Tensor((128,), "float32")):
+    with T.Kernel(1, threads=128):
+        for i in T.Parallel(128):
+            b[i] = a[i] + 1.0
+
+before = compilation.tilelang_unready()
+try:
+    tilelang.compile(add, target={"kind": "cuda", "arch": "sm_90"})
+    print("compiled", before, file=sys.stderr)
+except RuntimeError as error:
+    print("raised", "bin/nvcc" in str(error), before, file=sys.stderr)
+"""
+
+
+def test_the_real_tilelang_does_as_is_said_here(tmp_path: Path) -> None:
+    """Where it is installed with a toolkit: with nvcc, without nvcc, without a host compiler, cached."""
+    pytest.importorskip("tilelang")
+    home = subprocess.run(
+        [sys.executable, "-c", "from tilelang.env import CUDA_HOME; print(CUDA_HOME)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    if not home:
+        pytest.skip("needs a CUDA toolkit")
+    (tmp_path / "add.py").write_text(REAL)
+
+    def last(*, cache: str, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, tmp_path / "add.py"],
+            env=os.environ | {"TILELANG_CACHE_DIR": str(tmp_path / cache)} | environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stderr.splitlines()[-1]
+
+    assert last(cache="one") == "compiled None"
+    no_nvcc, no_host = {"CUDA_HOME": str(tmp_path)}, {"CUDA_HOME": home[0], "PATH": "", "CXX": "", "CC": ""}
+    for environment, word in ((no_nvcc, "CUDA_HOME"), (no_host, "g++")):
+        assert last(cache="one", **environment) == "compiled None"
+        assert last(cache="none", **environment).startswith("raised True tilelang compiles")
+        assert word in last(cache="none", **environment)

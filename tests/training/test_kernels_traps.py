@@ -1,5 +1,6 @@
 """Known traps, each with a message of its own that says what to do."""
 
+import dataclasses
 import functools
 import sys
 import types
@@ -16,6 +17,7 @@ from training.kernels import (
     attention,
     bind,
     binding,
+    compilation,
     convolution,
     describe,
     handshake,
@@ -182,7 +184,8 @@ HOPPER = Machine(device="cuda", name="H200", capability=(9, 0), triton="3.6.0")
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bind(model, device="cuda")` sees an H200 with triton 3.6."""
+    """`bind(model, device="cuda")` sees an H200 with triton 3.6 and a compiler."""
+    monkeypatch.setattr(compilation, "tilelang_unready", lambda: None)
     monkeypatch.setattr(binding, "machine", lambda device: HOPPER if device == "cuda" else machine(device))
 
 
@@ -254,6 +257,25 @@ def test_flash_qla_serves_heads_of_128(hopper: None, monkeypatch: pytest.MonkeyP
     assert bound["attention"].startswith("torch varlen_attn")
     chosen = bind(published("Qwen3.5"), device="cuda", choose={"delta rule": "fla", "convolution": "fla"})
     assert {row.bound for row in describe(chosen) if row.part != "attention"} == {"fla"}
+
+
+def test_a_missing_compiler_is_named_when_the_model_is_bound(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the first step: flash-qla is refused, not passed over; or fla chosen."""
+    pretend(monkeypatch, fla=package(), flash_qla=package(), causal_conv1d=package(), tilelang=package())
+    monkeypatch.setattr(compilation, "tilelang_unready", lambda: "install the CUDA toolkit")
+    with pytest.raises(
+        KernelError, match=r'linear_attn: flash-qla: install the CUDA toolkit; or choose "fla" for the delta'
+    ):
+        bind(published("Qwen3.5"), device="cuda")
+    for name in ("Qwen3.5", "Bamba"):
+        with pytest.raises(KernelError, match=r"tilelang can't stand in \(install the CUDA toolkit\)"):
+            bind(published(name), device="cuda", choose={"delta rule": "fla"})
+    sound = dataclasses.replace(HOPPER, triton="3.7.1")
+    monkeypatch.setattr(binding, "machine", lambda device: sound)
+    for name in ("Qwen3.5", "Bamba"):
+        bind(published(name), device="cuda", choose={"delta rule": "fla"})
 
 
 @pytest.mark.parametrize(

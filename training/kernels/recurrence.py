@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from training.kernels import record
+from training.kernels import compilation, record
 from training.kernels.contract import KernelError, outside_compile, refuse_unknown, segment_lengths
 from training.kernels.packages import Machine, probe
 
@@ -286,7 +286,7 @@ def choose(
         wanted: "flash-qla" or "fla" to have that one; None for the first that serves.
 
     Raises:
-        KernelError: none serves: each with its cause.
+        KernelError: none serves: each with its cause; or the first that would can't be compiled.
     """
     if where.device != "cuda":
         return "segment-walking reference", _BY_SEQUENCE[what](what, reference)
@@ -296,6 +296,9 @@ def choose(
         if wanted not in (None, choice):
             continue
         cause = _qla_unserved(where, dims) if choice == "flash-qla" else _fla_unserved(what, where, dims)
+        if cause is None and choice == "flash-qla" and (missing := compilation.tilelang_unready()):
+            # Not passed over for a slower one: who installed it expects it.
+            raise KernelError(f'{name}: flash-qla: {missing}; or choose "fla" for the {what}')
         if cause is None and what == STATE_SPACE and where.triton_fault:
             return f"{choice}, in fp32", fla_state_space_fp32
         if cause is None:
@@ -331,9 +334,9 @@ def _fla_unserved(what: str, where: Machine, dims: tuple[int, int]) -> str | Non
         return None
     if what == DELTA_RULE and any(32 < dim <= 64 for dim in dims):
         return f"head dims 33 to 64 are wrong with triton {where.triton} on Hopper: install triton>=3.7.1"
-    if (package := probe("tilelang")).cause is not None:
+    if cause := probe("tilelang").cause or compilation.tilelang_unready():
         return (
             f"the backward is wrong with triton {where.triton} on Hopper and tilelang can't stand in "
-            f"({package.cause}): install tilelang or triton>=3.7.1"
+            f"({cause}): install tilelang or triton>=3.7.1"
         )
     return None
