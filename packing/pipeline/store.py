@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packing.arrow import column, texts
 from packing.atomic import writing
 from packing.boundaries import cu_seqlens
 from packing.buffer import PackedBuffer
@@ -140,16 +141,12 @@ class StoredPart:
         """
         import pyarrow as pa
 
-        column: dict[str, Any] = {
-            name: np.ascontiguousarray(self.examples[name]) for name in ("input", "line", "record", "turn")
-        }
+        source = column(self.examples["input"])
         return pa.table(
             {
-                "example": np.arange(len(self)),
-                "input": pa.DictionaryArray.from_arrays(column["input"], pa.array(inputs, pa.string())),
-                "source": column["input"],
-                "line": column["line"],
-                "record": column["record"],
-                "turn": column["turn"],
+                "example": column(np.arange(len(self))),
+                "input": pa.DictionaryArray.from_arrays(source, texts(inputs)),
+                "source": source,
+                **{name: column(self.examples[name]) for name in ("line", "record", "turn")},
             }
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from packing.arrow import column
 from packing.atomic import AtomicFolder, writing
 from packing.buffer import PackedBuffer, check_buffer
 from packing.errors import OptionError
@@ -217,7 +218,8 @@ class PartWriter:
                 offsets = np.zeros(len(rows) + 1, np.int32)
                 np.cumsum([row.size for row in rows], out=offsets[1:])
                 values = np.concatenate(rows) if rows else np.zeros(0)
-                columns.append(pa.ListArray.from_arrays(offsets, pa.array(values.astype(dtype, copy=False))))
+                values = column(values.astype(dtype, copy=False))
+                columns.append(pa.ListArray.from_arrays(column(offsets), values))
             self._shard[1].write_batch(pa.record_batch(columns, schema=schema))
         self._pending.clear()
         self._pending_tokens = 0

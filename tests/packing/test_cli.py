@@ -742,6 +742,22 @@ def test_help_imports_nothing_heavy():
     assert found.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(
+    ("call", "seen", "loaded"), [("main()", False, set()), ("main(sys.argv[1:])", True, {"torch"})]
+)
+def test_the_command_packs_without_torch(tmp_path, call, seen, loaded):
+    """The command itself loads neither torch nor pandas; in a process that goes on, it hides no torch."""
+    code = (
+        f"import sys; from packing.cli import main; assert {call} == 0; "
+        "loaded = {'torch', 'pandas'} & set(sys.modules); "
+        "from transformers.utils import is_torch_available; import torch; "
+        "print(is_torch_available(), loaded)"
+    )
+    words = [sys.executable, "-c", code, *map(str, pack_words(CHATS, tmp_path / "out"))]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == f"{seen} {loaded}"
+
+
 def test_verbs_of_the_training_side_are_there():
     """A verb that lives in another package has a module of that name with a `main`."""
     for module in cli.MODULES.values():
