@@ -10,8 +10,15 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # of httpx or httpx2, whichever this hub library uses
+    OfflineModeIsEnabled,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -46,6 +53,8 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 
+HUB_TIMEOUT = 10.0
+"""Seconds that the hub has to answer the first question."""
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types whose numbers are the weights themselves."""
@@ -84,17 +93,41 @@ def saved_config(place: str) -> PretrainedConfig:
     Raises:
         InputError: none that transformers knows and takes.
     """
-    # The hub knows NAME and OWNER/NAME alone; asked for a path it says that a name can't have such letters.
-    if (place.startswith(("/", ".", "~")) or place.count("/") > 1) and not Path(place).exists():
-        raise InputError(f"{place}: no such file or directory")
+    local = Path(place).exists() or not _hub_answers(place)
     try:
-        return AutoConfig.from_pretrained(place, trust_remote_code=False)
+        return AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=local)
     # Much of what transformers computes from a bad value it does not check first.
     except (OSError, ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError) as error:
         raise InputError(
             f"{place} has no configuration that transformers reads ({one_line(error)}): give a model's "
             "folder, its config.json or its name on the Hub"
         ) from error
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether the hub can be asked for a name; if not, its cache holds the model. One question, no retries.
+
+    transformers asks an unreachable hub again and again: half a minute for a slip of the pen.
+
+    Raises:
+        InputError: a path to nothing, or a name that no cache holds while the hub can't be reached.
+    """
+    # The hub knows NAME and OWNER/NAME alone; asked for a path it says that a name can't have such letters.
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise InputError(f"{name}: no such file or directory")
+    try:
+        huggingface_hub.model_info(name, timeout=HUB_TIMEOUT)
+    except HFValidationError as error:
+        raise InputError(f"{name}: no such file or directory, and no name that the hub can have") from error
+    except HfHubHTTPError:
+        pass  # it answers, or a mirror of its files does: what it has to say, the loading says
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            raise InputError(
+                f"{name}: no such file or directory, and the hub can't be reached ({one_line(error)})"
+            ) from error
+        return False
+    return True
 
 
 def skeleton(config: PretrainedConfig, *, precision: Precision) -> PreTrainedModel:
