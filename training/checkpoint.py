@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from training import files
-from training.config import Checkpoint, Config
+from training.config import SETTINGS, Checkpoint, Config
 from training.errors import OptionError, OutputError, ResumeError, one_line, writing
 from training.files import TRAINER
 from training.lora import saved_part
@@ -41,16 +40,6 @@ FOLDER = "checkpoints"
 _NAME = "step-{:08d}"
 FORMAT = 3
 _INCIDENTAL = ("transformers_version", "_name_or_path", "dtype", "use_cache")  # no part of the mathematics
-_FREE = (
-    *("run.dir", "run.steps", "run.profile", "run.trace", "run.nonfinite", "run.spike", "run.hang_s"),
-    *("run.loggers", "run.project"),
-    # Of the data, the fingerprint and the buffers of a step are compared; of the model, its configuration.
-    *("data.shards", "data.prefetch", "data.buffers", "data.accumulation", "model.weights", "model.config"),
-    *("model.kernels", "model.loss", "model.loss_chunk", "model.delta_rule", "model.fused", "model.compile"),
-    *("model.checkpointing", "model.keep_layers", "model.whole_layers", "model.host_layers"),
-    *("parallel.*", "eval.*", "checkpoint.*"),
-)
-"""Settings that may change when a run goes on: rounding apart, its losses stay what they would have been."""
 _MODEL = "model."
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # names that fit any number of ranks
 
@@ -274,7 +263,7 @@ def check_resume(
     if unknown := [key for key in accept if key not in here]:
         raise OptionError(f"--accept {unknown[0]}: no setting has that name")
     changed = {key: (before[key], here[key]) for key in here if key in before and before[key] != here[key]}
-    refused = [key for key in changed if not any(fnmatch(key, name) for name in (*_FREE, *accept))]
+    refused = [key for key in changed if not SETTINGS[key].metadata["free"] and key not in accept]
     if refused:
         was = ", ".join(f"{key} = {changed[key][0]!r} (here {changed[key][1]!r})" for key in refused)
         flags = " ".join(f"--accept {key}" for key in refused)

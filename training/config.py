@@ -17,7 +17,7 @@ import json
 import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,162 +26,176 @@ from training.errors import InputError, OptionError
 Precision = Literal["fp32", "mixed", "bf16"]
 
 
+def setting(default: Any = MISSING, *, free: bool, between: tuple[float, float] | None = None) -> Any:
+    """A field that says what else is true of it than its type.
+
+    Args:
+        default: None given: the setting has to be.
+        free: It may change when a run goes on: rounding apart, the losses stay what they would have been.
+        between: The least and the most that a number may be.
+    """
+    return field(default=default, metadata={"free": free, "between": between})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    dir: str = "run"
+    dir: str = setting("run", free=True)
     """Directory of the resolved configuration, the metrics and the checkpoints."""
-    steps: int = 0
+    steps: int = setting(0, between=(0, 2**31), free=True)
     """Stop after this many steps of the schedule; 0 runs it whole."""
-    profile: str = ""
+    profile: str = setting("", free=True)
     """Trace the steps FIRST:LAST, counted from 1, as "5:8", into `profile` in the run directory."""
-    trace: bool = True
+    trace: bool = setting(True, free=True)
     """Write the trace itself beside what was read off it."""
-    nonfinite: Literal["stop", "skip"] = "stop"
+    nonfinite: Literal["stop", "skip"] = setting("stop", free=True)
     """What a NaN or infinite loss or gradient does; either way the examples' numbers are saved."""
-    spike: float = 10.0
+    spike: float = setting(10.0, between=(0, 1e6), free=True)
     """A loss so many median deviations above the last steps' median has its examples named; 0 names none."""
-    hang_s: float = 480.0
+    hang_s: float = setting(480.0, between=(0, 1e6), free=True)
     """Seconds without progress, a micro-batch, after which a rank says where it stands and ends with 86.
 
     Ten times as many in the first step, for an evaluation and for a checkpoint; 0 waits for good. Less than
     parallel.timeout, which would end the ranks that wait, but not name the one they wait for.
     """
-    loggers: tuple[str, ...] = ()
+    loggers: tuple[str, ...] = setting((), free=True)
     """Where the metrics go besides metrics.jsonl: "tensorboard", "wandb", "trackio"."""
-    project: str = "padfree"
+    project: str = setting("padfree", free=True)
     """What wandb and trackio file the run under; its name there is that of its directory."""
-    seed: int = 0
+    seed: int = setting(0, between=(0, 2**64 - 1), free=False)
     """Of the initial weights, of the order of the data, and of dropout; 0 to 2**64 - 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    shards: str
+    shards: str = setting(free=True)
     """Directory that `padfree pack` wrote."""
-    buffers: int = 1
+    buffers: int = setting(1, between=(1, 1024), free=True)
     """Buffers a micro-batch and rank: they are laid side by side in one row."""
-    accumulation: int = 1
+    accumulation: int = setting(1, between=(1, 2**20), free=True)
     """Micro-batches a step."""
-    prefetch: int = 2
+    prefetch: int = setting(2, between=(0, 1024), free=True)
     """Micro-batches that a thread makes ready ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    weights: str = ""
+    weights: str = setting("", free=True)
     """Hugging Face directory to start from."""
-    config: str = ""
+    config: str = setting("", free=True)
     """Instead of weights: random ones for this configuration, a file, a directory or "tiny-qwen3_5"."""
-    precision: Literal["auto", "fp32", "mixed", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "mixed", "bf16"] = setting("auto", free=False)
     """mixed computes in bf16 on fp32 master weights. auto is mixed on CUDA and fp32 on a CPU."""
-    kernels: Literal["auto", "fused", "reference"] = "auto"
+    kernels: Literal["auto", "fused", "reference"] = setting("auto", free=True)
     """auto is fused on CUDA and the segment-walking reference on a CPU."""
-    loss: Literal["auto", "liger", "plain"] = "auto"
+    loss: Literal["auto", "liger", "plain"] = setting("auto", free=True)
     """liger: the logits are never whole in memory. auto is liger on CUDA, plain on a CPU."""
-    loss_chunk: int = 8
+    loss_chunk: int = setting(8, between=(1, 1024), free=True)
     """Memory of the fused loss: its logits take about so many times that of the hidden states."""
-    delta_rule: Literal["auto", "flash-qla", "fla"] = "auto"
+    delta_rule: Literal["auto", "flash-qla", "fla"] = setting("auto", free=True)
     """Which fused kernel computes the gated delta rule, where there are several."""
-    fused: Literal["auto", "yes", "no"] = "auto"
+    fused: Literal["auto", "yes", "no"] = setting("auto", free=True)
     """Norms and SwiGLU in one pass over memory each; auto is yes on CUDA where liger-kernel is."""
-    freeze: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = setting((), free=False)
     """Patterns of names, as "model.embed_tokens.*", of parameters that stay as they are."""
-    compile: Literal["none", "layers"] = "none"
+    compile: Literal["none", "layers"] = setting("none", free=True)
     """torch.compile of each decoder layer."""
-    checkpointing: int = 1
+    checkpointing: int = setting(1, between=(0, 1024), free=True)
     """Recompute every n-th layer's activations in the backward pass; 0 keeps all, 1 recomputes each layer."""
-    keep_layers: int = 0
+    keep_layers: int = setting(0, between=(0, 1024), free=True)
     """So many layers before the last `whole_layers` recompute all but their matrix products."""
-    whole_layers: int = 0
+    whole_layers: int = setting(0, between=(0, 1024), free=True)
     """So many layers at the end recompute nothing."""
-    host_layers: int = 0
+    host_layers: int = setting(0, between=(0, 1024), free=True)
     """So many layers at the beginning recompute all but their matrix products, kept in the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    rank: int = 0
+    rank: int = setting(0, between=(0, 4096), free=False)
     """Of the adapters that are trained in place of the model's weights (PEFT); 0: none."""
-    alpha: float = 16.0
+    alpha: float = setting(16.0, between=(1e-6, 1e6), free=False)
     """What an adapter adds is scaled by alpha ÷ rank."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, between=(0, 0.999999), free=False)
     """Share of an adapter's inputs that are left out."""
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = setting((), free=False)
     """Linear layers that get one, as "q_proj"; none named: all but the head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", free=True)
     """auto is CUDA where there is any."""
-    reduce: Literal["step", "micro_batch"] = "step"
+    reduce: Literal["step", "micro_batch"] = setting("step", free=True)
     """When gradients are summed over ranks: once a step, which keeps them whole on each rank until then."""
-    replicas: int = 1
+    replicas: int = setting(1, between=(1, 2**16), free=True)
     """Groups of ranks that hold the whole model each, sharded over the group (HSDP); as many as nodes."""
-    prefetch: int = 1
+    prefetch: int = setting(1, between=(1, 16), free=True)
     """Layers that are gathered ahead, in the forward and in the backward pass."""
-    keep_gathered: int = 0
+    keep_gathered: int = setting(0, between=(0, 1024), free=True)
     """So many layers at the end stay gathered from the forward to the backward pass."""
-    offload: bool = False
+    offload: bool = setting(False, free=True)
     """Weights, gradients and optimizer states lie in the host's memory, the update runs there: far slower."""
-    context: int = 1
+    context: int = setting(1, between=(1, 1024), free=True)
     """GPUs that share one sequence: only 1, see the error for others."""
-    timeout: float = 600.0
+    timeout: float = setting(600.0, between=(1, 1e6), free=True)
     """Seconds after which a collective that some rank never joined ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optim:
-    lr: float = 1e-5
+    lr: float = setting(1e-5, between=(0, 10), free=False)
     """Peak learning rate."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    beta1: float = setting(0.9, between=(0, 0.999999), free=False)
+    """AdamW's: how much of the first moment, the mean of gradients, stays from step to step."""
+    beta2: float = setting(0.95, between=(0, 0.999999), free=False)
+    """AdamW's: how much of the second moment, the mean of their squares, stays."""
+    eps: float = setting(1e-8, between=(0, 1), free=False)
+    """AdamW's: added to the second moment's root, by which the first is divided."""
+    weight_decay: float = setting(0.0, between=(0, 10), free=False)
     """On matrices; never on norms, biases and the delta rule's per-head scalars."""
-    states: Literal["weights", "8bit"] = "weights"
+    states: Literal["weights", "8bit"] = setting("weights", free=False)
     """Both moments in the weights' own type, or in 8 bits (torchao)."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["nearest", "stochastic"] = setting("nearest", free=False)
     """Of bf16 weights (torchao): stochastic keeps steps that are smaller than half a bf16 step on average."""
-    clip: float = 1.0
+    clip: float = setting(1.0, between=(0, 1e9), free=False)
     """Largest norm of the whole gradient; 0 leaves it as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    kind: Literal["cosine", "linear", "constant", "wsd"] = setting("cosine", free=False)
     """wsd: warm-up, stable, decay."""
-    steps: int = 0
+    steps: int = setting(0, between=(0, 2**31), free=False)
     """Steps from the first to the last; 0 takes them from `epochs`."""
-    epochs: int = 1
+    epochs: int = setting(1, between=(1, 10_000), free=False)
     """Passes over the data, where `steps` is 0; the last step of each takes what is left of it."""
-    warmup: int = 0
+    warmup: int = setting(0, between=(0, 2**31), free=False)
     """Steps in which the learning rate rises from nothing to its peak."""
-    decay: int = 0
+    decay: int = setting(0, between=(0, 2**31), free=False)
     """wsd: the last steps, in which it falls linearly."""
-    floor: float = 0.0
+    floor: float = setting(0.0, between=(0, 1), free=False)
     """Where it ends, as a share of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    every: int = 0
+    every: int = setting(0, between=(0, 2**31), free=True)
     """Evaluate after every n-th step, before the first and after the last; 0 never does."""
-    shards: str = ""
+    shards: str = setting("", free=True)
     """Shard directory to evaluate on; "" is what `--eval-fraction` held out, `eval` in the shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    every: int = 0
+    every: int = setting(0, between=(0, 2**31), free=True)
     """Save after every n-th step; 0 does not."""
-    last: bool = True
+    last: bool = setting(True, free=True)
     """Save after the last step."""
-    keep: int = 2
+    keep: int = setting(2, between=(0, 2**31), free=True)
     """Newest checkpoints that stay; 0 keeps all."""
-    keep_every: int = 0
+    keep_every: int = setting(0, between=(0, 2**31), free=True)
     """Those of every n-th step stay besides; 0 for none."""
-    background: bool = False
+    background: bool = setting(False, free=True)
     """Go on training while a checkpoint is written; needs host memory for a copy of the state."""
 
 
@@ -199,44 +213,8 @@ class Config:
 
 
 SECTIONS: dict[str, type[Any]] = typing.get_type_hints(Config)
-
-# key -> (least, most); a key that is not here may be any value of its type
-RANGES: dict[str, tuple[float, float]] = {
-    "run.steps": (0, 2**31),
-    "run.spike": (0, 1e6),
-    "run.hang_s": (0, 1e6),
-    "run.seed": (0, 2**64 - 1),
-    "data.buffers": (1, 1024),
-    "data.accumulation": (1, 2**20),
-    "data.prefetch": (0, 1024),
-    "model.loss_chunk": (1, 1024),
-    "model.checkpointing": (0, 1024),
-    "model.whole_layers": (0, 1024),
-    "model.keep_layers": (0, 1024),
-    "model.host_layers": (0, 1024),
-    "lora.rank": (0, 4096),
-    "lora.alpha": (1e-6, 1e6),
-    "lora.dropout": (0, 0.999999),
-    "parallel.replicas": (1, 2**16),
-    "parallel.prefetch": (1, 16),
-    "parallel.keep_gathered": (0, 1024),
-    "parallel.context": (1, 1024),
-    "parallel.timeout": (1, 1e6),
-    "optim.lr": (0, 10),
-    "optim.beta1": (0, 0.999999),
-    "optim.beta2": (0, 0.999999),
-    "optim.eps": (0, 1),
-    "optim.weight_decay": (0, 10),
-    "optim.clip": (0, 1e9),
-    "schedule.steps": (0, 2**31),
-    "schedule.epochs": (1, 10_000),
-    "schedule.warmup": (0, 2**31),
-    "schedule.decay": (0, 2**31),
-    "schedule.floor": (0, 1),
-    "eval.every": (0, 2**31),
-    "checkpoint.every": (0, 2**31),
-    "checkpoint.keep": (0, 2**31),
-    "checkpoint.keep_every": (0, 2**31),
+SETTINGS: dict[str, Field[Any]] = {
+    f"{section}.{part.name}": part for section, cls in SECTIONS.items() for part in dataclasses.fields(cls)
 }
 
 # key -> what it does nothing without, and whether that is there
@@ -411,8 +389,8 @@ def _checked(key: str, value: Any, kind: Any, origin: str) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise OptionError(f"{origin}: {key} = {value!r} is no {kind.__name__}")
-    if key in RANGES:
-        least, most = RANGES[key]
+    if between := SETTINGS[key].metadata["between"]:
+        least, most = between
         if not least <= value <= most:
             raise OptionError(f"{origin}: {key} = {value!r} is not between {least:g} and {most:g}")
     return value

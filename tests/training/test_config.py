@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
-from training.config import NEEDS, RANGES, SECTIONS, Schedule, check_schedule, load, to_toml
+from training import config
+from training.config import NEEDS, SECTIONS, SETTINGS, Schedule, check_schedule, load, to_toml
 from training.errors import InputError, OptionError
 
 MINIMAL = '[data]\nshards = "shards"\n[model]\nconfig = "tiny-qwen3_5"\n'
@@ -153,16 +155,27 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         load(tmp_path / "nowhere.toml")
 
 
-def test_every_number_has_a_range() -> None:
-    """Each whole or real number has a range, and each range a key; defaults lie within."""
-    numbers = {
-        f"{section}.{field.name}": field.default
-        for section, cls in SECTIONS.items()
-        for field in dataclasses.fields(cls)
-        if field.type in ("int", "float")
-    }
-    assert numbers.keys() == RANGES.keys()
-    assert all(least <= numbers[key] <= most for key, (least, most) in RANGES.items())
+def test_every_setting_says_what_is_true_of_it() -> None:
+    """Whether it may change on a resume; numbers, and they alone, their range; and in words what it is."""
+    source = Path(config.__file__).read_text("utf-8")
+    for key, setting in SETTINGS.items():
+        assert setting.metadata.keys() == {"free", "between"}, f"{key} is no setting()"
+        assert (setting.metadata["between"] is not None) == (setting.type in ("int", "float")), key
+        section, _, name = key.partition(".")
+        body = source.partition(f"class {SECTIONS[section].__name__}:")[2]
+        assert re.search(rf'\n    {name}: .*\n    """', body), key
+
+
+def test_every_default_is_a_value_that_could_be_set(tmp_path: Path) -> None:
+    """Of its setting's type and within its range."""
+    resolved = to_toml(load(written(tmp_path, MINIMAL)))
+    for key, setting in SETTINGS.items():
+        name = key.partition(".")[2]
+        assert f"\n{name} = " in resolved
+        kind = typing.get_type_hints(SECTIONS[key.partition(".")[0]])[name]
+        if setting.default is not dataclasses.MISSING:
+            given = list(setting.default) if isinstance(setting.default, tuple) else setting.default
+            assert config._checked(key, given, kind, "") == setting.default
 
 
 def test_readme_names_settings_that_exist() -> None:
@@ -170,7 +183,4 @@ def test_readme_names_settings_that_exist() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     named = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.(?!json|toml)[a-z_0-9]+)", text))
     assert len(named) > 20
-    known = {
-        f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)
-    }
-    assert named <= known
+    assert named <= SETTINGS.keys()
