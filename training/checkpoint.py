@@ -125,7 +125,9 @@ class Saver:
                     self._pending = None
 
     def finish(self) -> None:
-        """Waits until what is being written is whole on every rank.
+        """Waits until what is being written is whole and has its name, on every rank.
+
+        No rank may end before: where one has, schedulers and torchrun end the one that gives the name.
 
         Raises:
             OutputError: the system refused.
@@ -136,6 +138,7 @@ class Saver:
             self._world.barrier()
             self.poll()
             self._pending = None
+        self._world.barrier()
 
     def _publish(self, partial: Path, final: Path) -> None:
         if not self._world.chief:

@@ -65,14 +65,18 @@ def naming_failures() -> Iterator[None]:
 
 
 class StopSignal:
-    """Within the block, SIGTERM and Ctrl-C only raise a flag; a second one ends the process at once.
+    """Within the block, SIGTERM and Ctrl-C only raise a flag; a later second one ends the process at once.
 
-    Schedulers send SIGTERM some time before they kill.
+    Schedulers send SIGTERM some time before they kill. Some send it to every process of a job, and torchrun
+    hands it on to its ranks besides: what comes within `TOGETHER_S` seconds is one signal.
     """
+
+    TOGETHER_S = 2.0
 
     def __init__(self) -> None:
         self.name = ""
         """What came, as "SIGTERM"; "" while nothing did."""
+        self._came = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -87,9 +91,10 @@ class StopSignal:
             signal.signal(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.name:
+        if not self.name:
+            self.name, self._came = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._came > self.TOGETHER_S:
             raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
 
 
 class Watchdog:

@@ -58,16 +58,22 @@ def test_progress_keeps_the_watchdog_quiet(tmp_path: Path, monkeypatch: pytest.M
 def test_a_signal_raises_a_flag_and_a_second_one_ends(
     monkeypatch: pytest.MonkeyPatch, words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM and Ctrl-C let the step at hand end; a second one, or one at the start, leaves with 130."""
+    """SIGTERM and Ctrl-C let the step at hand end; a second one, or one at the start, leaves with 130.
+
+    One that comes at once is the same: a scheduler's and torchrun's.
+    """
     for number, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")):
         before = signal.getsignal(number)
         with StopSignal() as stop:
             assert stop.name == ""
             os.kill(os.getpid(), number)
             assert stop.name == name
+            os.kill(os.getpid(), number)
+            monkeypatch.setattr(StopSignal, "TOGETHER_S", 0.0)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), number)
         assert signal.getsignal(number) == before
+        monkeypatch.setattr(StopSignal, "TOGETHER_S", 60.0)
 
     def interrupted(*arguments: object, **options: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)

@@ -5,8 +5,11 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
+import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +18,8 @@ from running import command, launch, losses
 from torch.distributed import HashStore
 
 from training.__main__ import main
-from training.checkpoint import newest
+from training.checkpoint import Saver, newest
+from training.config import Checkpoint
 from training.errors import Unmet
 from training.launch import fresh
 
@@ -146,6 +150,37 @@ def test_two_agents_train_as_one(
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert losses(tmp_path / "run") == {step: whole[step] for step in range(1, 5)}
     assert re.findall(r"2 ranks on cpu, step (\d+)", "".join(outputs)) == ["0", "2"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_no_rank_ends_before_a_checkpoint_has_its_name(tmp_path: Path, background: bool) -> None:
+    """Rank 0 gives it: where another had ended before, Slurm and torchrun would end rank 0 as well."""
+    together = threading.Barrier(2)
+    world = [types.SimpleNamespace(chief=not rank, size=2, barrier=together.wait) for rank in range(2)]
+    options = Checkpoint(background=background)
+    given = threading.Event()
+
+    def publish(partial: Path, final: Path) -> None:
+        time.sleep(0.5)
+        given.set()
+
+    def finish(rank: int) -> bool:
+        saver = savers[rank]
+        if background:
+            written: Future[None] = Future()
+            written.set_result(None)
+            saver._pending = written, tmp_path, tmp_path
+        elif not rank:
+            publish(tmp_path, tmp_path)  # where `save` has brought rank 0, while rank 1 is back from it
+        saver.finish()
+        return given.is_set()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr("training.files.parts", lambda partial: 2)
+        patch.setattr("torch.distributed.new_group", lambda **_: None)
+        savers = [Saver(tmp_path, options=options, world=one) for one in world]  # type: ignore[arg-type]
+        patch.setattr(savers[0], "_publish", publish)
+        assert list(pool.map(finish, range(2), timeout=60)) == [True, True]
 
 
 ENDING = """
