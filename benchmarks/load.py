@@ -117,7 +117,7 @@ def drop_from_cache(directory: Path) -> None:
 
 
 def from_disk(directory: Path, *, runs: int) -> dict[str, Any]:
-    """Bytes/s with the files out of memory: plain reads of the files, ours as they lie, and ours shuffled."""
+    """The files out of memory: bytes/s of plain reads, of ours as they lie and shuffled; to a first batch."""
     size = sum(path.stat().st_size for path in directory.glob("data-*.arrow"))
 
     def plain() -> None:
@@ -131,8 +131,10 @@ def from_disk(directory: Path, *, runs: int) -> dict[str, Any]:
         "loader_as_it_lies": lambda: tokens_of(PackedDataLoader(directory, shuffle=False)),
         "loader_shuffled": lambda: tokens_of(PackedDataLoader(directory)),
     }
-    samples, _ = in_turn(calls, runs=runs, warmup=0, before=lambda: drop_from_cache(directory))
-    result = {f"{name}_bytes_per_s": spread(size / each for each in taken) for name, taken in samples.items()}
+    first = {"first_batch": lambda: next(iter(PackedDataLoader(directory)))}
+    samples, _ = in_turn(calls | first, runs=runs, warmup=0, before=lambda: drop_from_cache(directory))
+    result = {"first_batch_s": spread(samples.pop("first_batch"))}
+    result |= {f"{name}_bytes_per_s": spread(size / s for s in taken) for name, taken in samples.items()}
     for name in ("loader_as_it_lies", "loader_shuffled"):
         result[f"{name}_over_plain_read"] = ratio(samples["plain_read"], samples[name])
     return result

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
 import hashlib
 import json
+import mmap
 from collections.abc import Iterator
-from functools import cached_property
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,6 +74,22 @@ def _views(path: Path, data: Any) -> list[_Rows]:
     except pa.ArrowException as error:
         raise ShardError(f"{path} is damaged: {error}") from None
     return batches
+
+
+@contextmanager
+def _page_by_page(data: pa.Buffer) -> Iterator[None]:
+    """Inside, the system reads of a mapped file the page that is asked for, and nothing around it.
+
+    Finding a shard's record batches takes a page here and there. With what the system reads around each, up
+    to 8 MiB, that was the whole shard: 0.2 s for a first batch from a cold disk, 0.03 s since.
+    """
+    # Python's own mmap has madvise, and keeps a file open for each map.
+    advise = partial(ctypes.CDLL(None).madvise, ctypes.c_void_p(data.address), ctypes.c_size_t(data.size))
+    advise(mmap.MADV_RANDOM)
+    try:
+        yield
+    finally:
+        advise(mmap.MADV_NORMAL)
 
 
 class _Shard:
@@ -297,7 +316,9 @@ class ShardSet:
     def _shard(self, number: int) -> _Shard:
         if number not in self._shards:
             name = self._names[number]
-            shard = _Shard(_views(self.path / name, self._checked(name)))
+            data = self._checked(name)
+            with _page_by_page(data):
+                shard = _Shard(_views(self.path / name, data))
             if len(shard) != (expected := self.manifest["files"][name]["buffers"]):
                 raise ShardError(
                     f"{self.path / name} holds {len(shard)} buffers, the manifest says {expected}"

@@ -107,6 +107,30 @@ def test_reading_copies_nothing(directory: Path) -> None:
         first[0] = 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how a file is mapped")
+def test_opening_reads_single_pages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While record batches are looked for, nothing is read around a page; afterwards it is again."""
+
+    def random(data: pa.Buffer) -> bool:
+        """Whether the map at this address is marked for random reading."""
+        _, found, rest = Path("/proc/self/smaps").read_text().partition(f"\n{data.address:x}-")
+        assert found
+        return " rr " in rest.partition("VmFlags:")[2].partition("\n")[0] + " "
+
+    seen: list[tuple[pa.Buffer, bool]] = []
+    views = reader._views
+
+    def looking(path: Path, data: pa.Buffer) -> Any:
+        seen.append((data, random(data)))
+        return views(path, data)
+
+    monkeypatch.setattr(reader, "_views", looking)
+    shards = open_shards(directory)
+    assert len(shards[0])
+    ((data, while_opening),) = seen
+    assert (while_opening, random(data)) == (True, False)
+
+
 def test_where_an_example_came_from(directory: Path) -> None:
     """examples.parquet has a row for each example, and its turn is given back with it."""
     shards = open_shards(directory)
