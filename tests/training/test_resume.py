@@ -43,6 +43,29 @@ def test_another_split_of_the_same_step_changes_nothing(
     assert rates(tmp_path / "cut") == rate
 
 
+def test_shards_in_replicas_train_save_and_go_on(words: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Four ranks, two that shard and two of these (HSDP): losses, norms and clipped steps of one rank.
+
+    One rank goes on from their checkpoint.
+    """
+    here = ("schedule.steps=6", "optim.clip=0.1", "checkpoint.every=0")
+    assert main(words(*here, "data.accumulation=4", run="whole")) == 0
+    process = launch(
+        words(*here, "parallel.replicas=2", "run.steps=3", run="cut"), "--standalone", "--nproc-per-node", "4"
+    )
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert main(words(*here, "data.accumulation=4", run="cut", flags=("--resume",))) == 0
+    whole, cut = (
+        [line for line in read(tmp_path / run / "metrics.jsonl") if line["kind"] == "train"]
+        for run in ("whole", "cut")
+    )
+    assert [line["step"] for line in cut] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in cut] == pytest.approx([line[key] for line in whole], rel=1e-3)
+    assert min(line["grad_norm"] for line in whole) > 0.2, "each step is clipped"
+
+
 def test_dropout_goes_on_in_the_same_split_alone(
     words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

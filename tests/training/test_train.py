@@ -23,11 +23,13 @@ from packing.sample import CHATS, TOKENIZER
 from packing.shards import open_shards
 from training.__main__ import main
 from training.checkpoint import newest, read_model, read_trainer
-from training.config import load
+from training.config import Model, load
+from training.cost import work
 from training.data import TrainingData
 from training.errors import OptionError
 from training.kernels.families import FAMILIES, tiny_config
 from training.metrics import read
+from training.model import read_config, skeleton
 from training.train import step_seed
 
 
@@ -69,6 +71,36 @@ def test_a_run_directory_tells_all(words: Callable[..., list[str]], tmp_path: Pa
     assert steps[0]["lr"] == pytest.approx(5e-3 / 3)
     assert main(["check", str(run), "--eval-ratio", "0.99"]) == 0
     assert main(["check", str(run), "--eval-ratio", "0.1"]) == 1
+
+
+@pytest.mark.parametrize(("every", "again"), [(0, 0.0), (1, 1.0), (2, 0.5)])
+def test_utilisation_is_a_steps_operations_over_what_the_device_could(
+    words: Callable[..., list[str]],
+    tmp_path: Path,
+    shards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int,
+    again: float,
+) -> None:
+    """MFU counts the examples' operations, HFU what layers compute again, too; both over the step."""
+    monkeypatch.setattr("training.train.peak_flops", lambda device: 1e12)
+    assert main(words("schedule.steps=3", "checkpoint.last=false", f"model.checkpointing={every}")) == 0
+    lines = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    model = skeleton(read_config(Model(config="tiny-qwen3_5"), vocabulary=VOCABULARY), precision="fp32")
+    operations = work(model)
+    assert operations
+    batches = TrainingData(str(shards), rank=0, world_size=1).epoch()
+    assert len(lines) == 3
+    for line, batch in zip(lines, batches, strict=False):
+        flops = operations.step(batch.seq_lengths)
+        layers, _, mixing = operations.forward(batch.seq_lengths)
+        assert line["model_flops"] == flops
+        assert line["mfu"] == pytest.approx(flops / line["step_s"] / 1e12)
+        assert line["hfu"] == pytest.approx((flops + again * (layers + mixing)) / line["step_s"] / 1e12)
+        parts = line["forward_backward_s"], line["optimizer_s"]
+        assert min(parts) > 0
+        assert sum(parts) < line["step_s"]
+        assert 0 <= line["data_s"] < line["forward_backward_s"]  # read while the device computes
 
 
 def test_steps_of_epochs_and_an_early_stop(
