@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -232,11 +233,14 @@ def price_on_host(
         for product in layer.modules()
         if isinstance(product, nn.Linear) and worth_keeping(product.in_features, product.out_features)
     )
+    # With adapters these alone are saved, and their gradients have their size.
+    saved = sharded["optimizer states"] + sharded["gradients" if config.lora.rank else "weights"]
     return {
         "weights, gradients and optimizer states": sum(sharded.values()) if config.parallel.offload else 0,
         "products of the first layers, pinned": (
             kept * capacity * config.data.buffers * (4 if precision == "fp32" else 2)
         ),
+        "copy of what a checkpoint holds, while it is written": saved if config.checkpoint.background else 0,
     }
 
 
@@ -255,6 +259,12 @@ def itemised(
     lines += [
         f"{_size(size)}  in the host's memory for each rank: {name}" for name, size in on_host.items() if size
     ]
+    if total_on_host := sum(on_host.values()) * world.local_size:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        lines.append(
+            f"{_size(total_on_host)}  in the host's memory for its {world.local_size} ranks, estimated, "
+            f"the host has {_size(memory).strip()}"
+        )
     return lines
 
 

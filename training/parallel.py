@@ -45,6 +45,11 @@ class World:
         """Whether this is rank 0, which alone prints and writes."""
         return self.rank == 0
 
+    @property
+    def local_size(self) -> int:
+        """How many ranks share this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks, on the host: the device is not waited for."""
         total = torch.tensor(values, dtype=torch.float64)

@@ -1,6 +1,8 @@
 """What a step costs: operations by hand-counted examples, memory against a measured run."""
 
 import json
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -9,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from training.config import Config, Data, Lora, Model, Optim, Parallel
+from training.config import Checkpoint, Config, Data, Lora, Model, Optim, Parallel
 from training.cost import Work, flops, itemised, most, price, price_on_host, recomputed, work
 from training.errors import OptionError
 from training.kernels.binding import find_attentions
@@ -221,10 +223,34 @@ def test_products_on_the_host_are_what_a_step_puts_there() -> None:
     assert priced == {
         "weights, gradients and optimizer states": 0,
         "products of the first layers, pinned": held,
+        "copy of what a checkpoint holds, while it is written": 0,
     }
-    world: Any = SimpleNamespace(size=1, device=torch.device("cpu"))
+    world: Any = SimpleNamespace(size=4, local_size=2, device=torch.device("cpu"))
     lines = itemised(config, model, world=world, capacity=40, precision="fp32")
-    assert lines[-1].endswith("in the host's memory for each rank: products of the first layers, pinned")
+    assert lines[-2].endswith("in the host's memory for each rank: products of the first layers, pinned")
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    assert re.fullmatch(
+        rf" *{2 * held / 2**20:.2f} MiB  in the host's memory for its 2 ranks, .* has {there:.2f} GiB",
+        lines[-1],
+    )
+
+
+def test_a_checkpoint_in_the_background_is_priced_on_the_host() -> None:
+    """Weights and both moments, 12 bytes a parameter in fp32, over the ranks; with adapters theirs alone."""
+    pytest.importorskip("peft")
+    behind = Checkpoint(background=True)
+    model = skeleton(plain(), precision="fp32")
+    whole = price_on_host(
+        Config(data=Data(shards=""), checkpoint=behind), model, ranks=2, capacity=64, precision="fp32"
+    )
+    assert sum(whole.values()) == pytest.approx(12 * model.num_parameters() / 2, abs=4)
+    lora = Lora(rank=4)
+    add_adapters(model, lora=lora)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    config = Config(data=Data(shards=""), lora=lora, checkpoint=behind)
+    adapters = price_on_host(config, model, ranks=2, capacity=64, precision="fp32")
+    assert sum(adapters.values()) == pytest.approx(12 * trained / 2, abs=4)
+    assert trained < model.num_parameters() / 2
 
 
 def test_frozen_weights_cost_no_gradient() -> None:
