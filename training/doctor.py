@@ -227,8 +227,10 @@ class _Patient:
                     "transformers would fall back to a reference that lets examples see each other",
                 )
         there = {package.module for package in packages if package.cause is None}
-        if self.place == "cuda" and "tilelang" in there and (missing := compilation.tilelang_unready()):
-            self.note("packages", "tilelang", "fail", missing)
+        # Without flash-qla the layers decide: fla does without tilelang where it can.
+        both = self.place == "cuda" and {"tilelang", "flash_qla"} <= there
+        if both and (missing := compilation.tilelang_unready()):
+            self.note("packages", "flash-qla", "fail", missing)
         if self.place != "cuda":
             self.note("packages", "fused kernels", "not applicable", "there is no CUDA device")
 

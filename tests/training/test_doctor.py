@@ -1,6 +1,5 @@
 """`padfree doctor`: what it prints, its JSON, its exit code, and the README's table."""
 
-import dataclasses
 import json
 import os
 import re
@@ -129,16 +128,18 @@ def test_a_broken_package_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_missing_compiler_fails_where_there_is_a_gpu(
     monkeypatch: pytest.MonkeyPatch, place: str, states: list[str]
 ) -> None:
-    """What tilelang lacks is told with the packages, once, and on a machine with a GPU alone."""
+    """What flash-qla lacks is told with the packages, once, and on a machine with a GPU alone."""
     monkeypatch.setattr(doctor.compilation, "tilelang_unready", lambda: "install the CUDA toolkit")
     patient = doctor._Patient(place, "auto", None, may_refuse=True)
-    there = Package(module="tilelang", distribution="tilelang", version="0.1.15", cause=None)
-    absent = dataclasses.replace(there, version=None, cause="not installed")
-    patient.check_packages([there])
+    there = [
+        Package(module=module, distribution=module, version="1.0", cause=None)
+        for module in ("tilelang", "flash_qla")
+    ]
+    patient.check_packages(there)
     assert [check.state for check in patient.checks] == states
     assert ("install the CUDA toolkit" in patient.checks[0].detail) is (place == "cuda")
     patient.checks.clear()
-    patient.check_packages([absent])
+    patient.check_packages(there[:1])
     assert not [check for check in patient.checks if check.state == "fail"]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 import types
 from pathlib import Path
@@ -186,6 +187,9 @@ HOPPER = Machine(device="cuda", name="H200", capability=(9, 0), triton="3.6.0")
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """`bind(model, device="cuda")` sees an H200 with triton 3.6 and a compiler."""
     monkeypatch.setattr(compilation, "tilelang_unready", lambda: None)
+    monkeypatch.setattr(
+        recurrence, "_fla_takes_tilelang", lambda what: sys.modules.get("tilelang") is not None
+    )
     monkeypatch.setattr(binding, "machine", lambda device: HOPPER if device == "cuda" else machine(device))
 
 
@@ -262,20 +266,67 @@ def test_flash_qla_serves_heads_of_128(hopper: None, monkeypatch: pytest.MonkeyP
 def test_a_missing_compiler_is_named_when_the_model_is_bound(
     hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in the first step: flash-qla is refused, not passed over; or fla chosen."""
+    """Not in the first step: flash-qla is refused, not passed over; so is fla if it takes tilelang."""
     pretend(monkeypatch, fla=package(), flash_qla=package(), causal_conv1d=package(), tilelang=package())
-    monkeypatch.setattr(compilation, "tilelang_unready", lambda: "install the CUDA toolkit")
+    for function in ("tilelang_unready", "no_compiler"):
+        monkeypatch.setattr(compilation, function, lambda: "install the CUDA toolkit")
     with pytest.raises(
         KernelError, match=r'linear_attn: flash-qla: install the CUDA toolkit; or choose "fla" for the delta'
     ):
         bind(published("Qwen3.5"), device="cuda")
+    fla = {"delta rule": "fla"}
+    for name in ("Qwen3.5", "Bamba", "Kimi-linear"):
+        with pytest.raises(KernelError, match=r"takes a kernel of tilelang: install the CUDA toolkit"):
+            bind(published(name), device="cuda", choose=fla)
+    # Without nvcc fla goes by itself to triton, if that is sound.
+    monkeypatch.setattr(recurrence, "_fla_takes_tilelang", lambda what: False)
     for name in ("Qwen3.5", "Bamba"):
         with pytest.raises(KernelError, match=r"tilelang can't stand in \(install the CUDA toolkit\)"):
-            bind(published(name), device="cuda", choose={"delta rule": "fla"})
-    sound = dataclasses.replace(HOPPER, triton="3.7.1")
-    monkeypatch.setattr(binding, "machine", lambda device: sound)
+            bind(published(name), device="cuda", choose=fla)
+    bind(published("Kimi-linear"), device="cuda")
+    monkeypatch.setattr(binding, "machine", lambda device: dataclasses.replace(HOPPER, triton="3.7.1"))
     for name in ("Qwen3.5", "Bamba"):
-        bind(published(name), device="cuda", choose={"delta rule": "fla"})
+        bind(published(name), device="cuda", choose=fla)
+
+
+def test_flas_own_choice_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its backend is there, with an nvcc, and not turned off; Kimi's rule has one of its own."""
+    there: dict[str, bool] = {}
+
+    class Backend:
+        @staticmethod
+        def is_available() -> bool:
+            return there["nvcc"]
+
+        def is_enabled(self) -> bool:
+            return there["on"]
+
+    class Other(Backend):
+        def is_enabled(self) -> bool:
+            return not there["on"]
+
+    pretend(
+        monkeypatch,
+        fla=package(),
+        fla__ops=package(),
+        fla__ops__common=package(),
+        fla__ops__common__backends=package(CommonTileLangBackend=Backend),
+        fla__ops__kda=package(),
+        fla__ops__kda__backends=package(KDATileLangBackend=Other),
+    )
+    for nvcc, on in itertools.product((False, True), repeat=2):
+        there.update(nvcc=nvcc, on=on)
+        for what in (recurrence.DELTA_RULE, recurrence.STATE_SPACE):
+            assert recurrence._fla_takes_tilelang(what) is (nvcc and on)
+        assert recurrence._fla_takes_tilelang(recurrence.KIMI_DELTA) is (nvcc and not on)
+
+
+def test_the_real_fla_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is installed: its backends are found, and FLA_TILELANG=0 turns them off."""
+    pytest.importorskip("fla")
+    monkeypatch.setenv("FLA_TILELANG", "0")
+    for what in (recurrence.DELTA_RULE, recurrence.STATE_SPACE, recurrence.KIMI_DELTA):
+        assert recurrence._fla_takes_tilelang(what) is False
 
 
 @pytest.mark.parametrize(

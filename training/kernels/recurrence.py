@@ -330,13 +330,28 @@ def _qla_unserved(where: Machine, dims: tuple[int, int]) -> str | None:
 def _fla_unserved(what: str, where: Machine, dims: tuple[int, int]) -> str | None:
     if (package := probe("fla")).cause is not None:
         return package.cause
-    if not where.triton_fault or what == KIMI_DELTA:  # KDA's backward does not use the faulty kernel
-        return None
-    if what == DELTA_RULE and any(32 < dim <= 64 for dim in dims):
+    faulty = where.triton_fault and what != KIMI_DELTA  # KDA's backward does not use the faulty kernel
+    if faulty and what == DELTA_RULE and any(32 < dim <= 64 for dim in dims):
         return f"head dims 33 to 64 are wrong with triton {where.triton} on Hopper: install triton>=3.7.1"
-    if cause := probe("tilelang").cause or compilation.tilelang_unready():
+    if _fla_takes_tilelang(what):
+        missing = compilation.tilelang_unready()
+        return missing and f"its backward takes a kernel of tilelang: {missing}"
+    if faulty:
+        cause = probe("tilelang").cause or compilation.no_compiler() or "FLA_TILELANG turns it off"
         return (
             f"the backward is wrong with triton {where.triton} on Hopper and tilelang can't stand in "
             f"({cause}): install tilelang or triton>=3.7.1"
         )
     return None
+
+
+def _fla_takes_tilelang(what: str) -> bool:
+    """Whether fla, which looks for nvcc itself, will take tilelang's kernel in the backward pass.
+
+    Source: fla-core 0.6.0, fla/backends.py.
+    """
+    if what == KIMI_DELTA:
+        from fla.ops.kda.backends import KDATileLangBackend as Backend
+    else:
+        from fla.ops.common.backends import CommonTileLangBackend as Backend
+    return bool(Backend.is_available() and Backend().is_enabled())
