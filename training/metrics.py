@@ -22,7 +22,8 @@ class Metrics:
     """Rank 0's metrics file and display; on the other ranks nothing is written or shown.
 
     Each line of the file is an object with `kind` ("bound", "train", "spike", "eval") and `step`, the number
-    of optimizer steps taken so far. Tokens a second count all ranks, `_per_rank` one of them.
+    of optimizer steps taken so far. Tokens a second count all ranks, `_per_rank` one of them. `data_s`, in
+    which the device had nothing left to do and waited for the next batch, is a part of `forward_backward_s`.
     """
 
     def __init__(
