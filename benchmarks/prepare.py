@@ -11,7 +11,7 @@ All calls take the same file and one core, in turn, in one process with the toke
 
 then ours and TRL's with one process and with two on two cores, and last each peer once at several sizes, for
 the plot. The rows are the real conversations of ../shared/data without tools (TRL reads a JSON file with one
-schema for all rows), repeated: all of them ("all"), and those of a thousand characters or more ("long").
+schema for all rows), repeated: all of them ("all"), and those of 800 characters or more ("long").
 axolotl is measured where it can be imported; its strategy is given the tokenizer's own template.
 """
 
@@ -27,7 +27,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -35,7 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from record import save, save_plot, spread
+from record import in_turn, ratio, save, save_plot, spread
 
 from packing.chat import ChatEncoder, ChatOptions, load_tokenizer
 from packing.pipeline import PackReport, pack_dataset
@@ -46,7 +45,7 @@ SHARED = Path(os.environ.get("PADFREE_SHARED", Path(__file__).resolve().parents[
 TEMPLATE = "qwen3_training.jinja"  # TRL's own marks for Qwen3; ours reads the same marks, so ids are equal
 CAPACITY = 8192
 CHUNK = 256
-LONG = 1000  # characters
+LONG = 800  # characters: those of as many have 460 tokens on average
 PACKAGES = ("tiktoken", "orjson", "axolotl")
 
 Row = dict[str, Any]
@@ -168,29 +167,6 @@ def floors(rows: Sequence[Row], *, tokenizer: Any, template: str) -> dict[str, C
     return {"render": render_all, "encode": encode_all}
 
 
-def paired(
-    calls: Mapping[str, Callable[[], object]], *, runs: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Wall and processor seconds of each call, children included, taken in turn.
-
-    So what else the machine does falls on all alike; processor seconds hardly see it.
-    """
-    wall: dict[str, list[float]] = {name: [] for name in calls}
-    processor: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(runs):
-        for name, call in calls.items():
-            start, used = time.perf_counter(), sum(os.times()[:4])
-            call()
-            wall[name].append(time.perf_counter() - start)
-            processor[name].append(sum(os.times()[:4]) - used)
-            print(f"{name}: {wall[name][-1]:.2f} s, {processor[name][-1]:.2f} s of processor", flush=True)
-    return wall, processor
-
-
-def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
-    return spread([a / b for a, b in zip(above, below, strict=True)])
-
-
 def same_ids(ours: Ours, packed_by_trl: Any) -> float:
     """The part of our examples that TRL has with the same ids; it packs, so they are looked up by content."""
     theirs = set()
@@ -211,7 +187,8 @@ def on_one_core(
     one = Ours(file, tokenizer=tokenizer, template=template, workers=1)
     theirs = trl(file, tokenizer=copy.copy(tokenizer), template=template, folder=file.parent)
     calls: dict[str, Callable[[], object]] = {"ours": one, "trl": theirs}
-    samples, used = paired({**calls, **floors(rows, tokenizer=tokenizer, template=template)}, runs=runs)
+    calls |= floors(rows, tokenizer=tokenizer, template=template)
+    samples, used = in_turn(calls, runs=runs, warmup=0)
     floor = [a + b for a, b in zip(used["render"], used["encode"], strict=True)]
     report, tokens = one.report, one.report.accounting["tokens"]["in"]
     return {
@@ -224,17 +201,28 @@ def on_one_core(
         "processor_s": {name: spread(taken) for name, taken in used.items()},
         "stages_s": {**report.seconds, **report.worker_seconds},
         "tokens_per_s": tokens / spread(samples["ours"])["median"],
-        "trl_over_ours": ratios(samples["trl"], samples["ours"]),
-        "trl_over_ours_processor": ratios(used["trl"], used["ours"]),
-        "ours_over_floor_processor": ratios(used["ours"], floor),
+        "trl_over_ours": ratio(samples["trl"], samples["ours"]),
+        "trl_over_ours_processor": ratio(used["trl"], used["ours"]),
+        "ours_over_floor_processor": ratio(used["ours"], floor),
     }
 
 
 def on_two_cores(file: Path, *, tokenizer: Any, template: str, runs: int) -> dict[str, Any]:
-    """One process and two, ours and TRL's."""
+    """One process and two."""
     one, two = (Ours(file, tokenizer=tokenizer, template=template, workers=n) for n in (1, 2))
-    theirs = {
-        f"trl_{n}": trl(
+    samples, used = in_turn({"1": one, "2": two}, runs=runs, warmup=0)
+    return {
+        "seconds": {name: spread(taken) for name, taken in samples.items()},
+        "processor_s": {name: spread(taken) for name, taken in used.items()},
+        "1_over_2": ratio(samples["1"], samples["2"]),
+        "stages_of_two_s": {**two.report.seconds, **two.report.worker_seconds},
+    }
+
+
+def trl_on_two_cores(file: Path, *, tokenizer: Any, template: str, runs: int) -> dict[str, Any]:
+    """TRL's, with one process and with two."""
+    calls = {
+        str(n): trl(
             file,
             tokenizer=copy.copy(tokenizer),
             template=template,
@@ -243,13 +231,10 @@ def on_two_cores(file: Path, *, tokenizer: Any, template: str, runs: int) -> dic
         )
         for n in (1, 2)
     }
-    samples, used = paired({"ours_1": one, "ours_2": two, **theirs}, runs=runs)
+    samples, _ = in_turn(calls, runs=runs, warmup=0)
     return {
         "seconds": {name: spread(taken) for name, taken in samples.items()},
-        "processor_s": {name: spread(taken) for name, taken in used.items()},
-        "ours_1_over_2": ratios(samples["ours_1"], samples["ours_2"]),
-        "trl_1_over_2": ratios(samples["trl_1"], samples["trl_2"]),
-        "stages_of_two_s": {**two.report.seconds, **two.report.worker_seconds},
+        "1_over_2": ratio(samples["1"], samples["2"]),
     }
 
 
@@ -264,7 +249,8 @@ def over_rows(sizes: Sequence[int], *, tokenizer: Any, template: str, folder: Pa
             "TRL": trl(file, tokenizer=copy.copy(tokenizer), template=template, folder=folder),
             "axolotl": axolotl(file, tokenizer=copy.copy(tokenizer), folder=folder),
         }
-        samples, _ = paired({name: call for name, call in calls.items() if call is not None}, runs=1)
+        known = {name: call for name, call in calls.items() if call is not None}
+        samples, _ = in_turn(known, runs=1, warmup=0)
         found[str(size)] = {name: taken[0] for name, taken in samples.items()}
     return found
 
@@ -324,7 +310,10 @@ def main() -> None:
                 result[kind] = on_one_core(files[kind], rows, **known, runs=options.runs)
             save("prepare", result, packages=PACKAGES)  # what comes takes long, and is less
         with cores(2):
-            result["two_cores"] = on_two_cores(files["all"], **known, runs=options.runs)
+            result["two_cores"] = {
+                kind: on_two_cores(file, **known, runs=options.runs) for kind, file in files.items()
+            }
+            result["two_cores"]["trl"] = trl_on_two_cores(files["all"], **known, runs=options.runs)
         save("prepare", result, packages=PACKAGES)
         with cores(2):
             result["seconds_over_rows"] = over_rows(options.sizes, **known, folder=folder)

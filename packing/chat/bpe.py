@@ -13,7 +13,6 @@ A chunk of texts is encoded in one call, joined by a control token; so what foll
 
 from __future__ import annotations
 
-import functools
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -76,8 +75,10 @@ class BpeEncoder:
         """
         if not self._composed or text.isascii():
             return True
-        letters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        return unicodedata.is_normalized("NFC", text) and not bool(_unassigned()[letters].any())
+        return unicodedata.is_normalized("NFC", text) and (
+            text.replace("\n", "").isprintable()  # most texts; what is unassigned does not print
+            or all(unicodedata.category(letter) != "Cn" for letter in set(text))
+        )
 
     def encode(self, texts: Sequence[str]) -> Encoded | None:
         """The texts, each of which it `takes`; None where tiktoken gives up, as on a million blanks.
@@ -117,12 +118,6 @@ def byte_places(text: str, places: Sequence[int]) -> Sequence[int]:
         size += len(text[last:place].encode())
         found[place], last = size, place
     return [found[place] for place in places]
-
-
-@functools.cache
-def _unassigned() -> NDArray[np.bool_]:
-    """bool[0x110000]: code points that this Python's tables of Unicode do not know."""
-    return np.array([unicodedata.category(chr(point)) == "Cn" for point in range(0x110000)])
 
 
 def _separator(added: Iterable[str]) -> str:
