@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from running import RUN, losses, wait_for
 
 from training.checkpoint import newest
@@ -18,7 +19,7 @@ SRUN = """#!/bin/bash
 for node in 0 1; do SLURM_NODEID=$node "$@" & echo $! >> tasks; done
 for task in 1 2; do
   wait -n && continue
-  for left in $(jobs -pr); do pkill -KILL -P $left; kill -KILL $left; done
+  for left in $(jobs -pr); do kill -KILL $left $(cat /proc/$left/task/$left/children); done
   exit 1
 done
 """
@@ -27,6 +28,7 @@ exec python -m torch.distributed.run --local-addr 127.0.0.$((SLURM_NODEID + 1)) 
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="finds a process's children in /proc")
 def test_the_slurm_script_goes_on_where_the_job_before_ended(shards: Path, tmp_path: Path) -> None:
     """The README's own, on two nodes of a CPU each that a pretended `srun` starts here.
 
@@ -67,8 +69,8 @@ def test_the_slurm_script_goes_on_where_the_job_before_ended(shards: Path, tmp_p
     job = submit(1)
     wait_for(2, run=tmp_path / "run", process=job)
     tasks = (tmp_path / "tasks").read_text().split()
-    ranks = subprocess.run(["pgrep", "-P", ",".join(tasks)], capture_output=True, text=True, check=True)
-    for process in [*ranks.stdout.split(), *tasks]:
+    ranks = [Path(f"/proc/{task}/task/{task}/children").read_text() for task in tasks]
+    for process in [*" ".join(ranks).split(), *tasks]:
         os.kill(int(process), signal.SIGTERM)
     output, _ = job.communicate(timeout=240)
     assert job.returncode == 1, output
