@@ -26,6 +26,7 @@ Seconds = dict[str, list[float]]
 """Of each call by its name, one a run."""
 
 RESULTS = Path(__file__).with_name("results")
+_RESULTS_IN_TREE = "benchmarks/results"
 PACKAGES = [
     "padfree",
     "numpy",
@@ -105,7 +106,7 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit at hand, `-dirty` behind it where tracked files differ, or "unknown" outside a checkout.
+    """The commit at hand, `-dirty` behind it where tracked files but results differ, or "unknown" outside a checkout.
 
     $PADFREE_COMMIT goes before: a copy of the tree on another machine may carry a git of another state.
     """
@@ -113,14 +114,24 @@ def commit() -> str:
         return named
     if shutil.which("git") is None:
         return "unknown"
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
+    described, differs = (
+        subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ).stdout.strip()
+        for words in (
+            ["describe", "--always", "--abbrev=12"],
+            # A benchmark that saves what it has so far changes no code.
+            [
+                "status",
+                "--porcelain",
+                "--untracked-files=no",
+                "--",
+                ":/",
+                f":(exclude,top){_RESULTS_IN_TREE}",
+            ],
+        )
     )
-    return described.stdout.strip() or "unknown"
+    return f"{described}{'-dirty' if differs else ''}" or "unknown"
 
 
 def hardware() -> dict[str, Any]:
