@@ -106,7 +106,7 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit at hand, `-dirty` behind it where tracked files but results differ, or "unknown" outside a checkout.
+    """The commit at hand, or "unknown" outside a checkout; `-dirty` behind it where tracked files differ.
 
     $PADFREE_COMMIT goes before: a copy of the tree on another machine may carry a git of another state.
     """
