@@ -22,7 +22,8 @@ COMMANDS = ("run", "check", "export", "plot")
 STATUSES = (
     "Exit status: 0 success; 1 a check that fails; 2 what a line on stderr says; "
     f"{SIGNALLED} SIGTERM or Ctrl-C, after the step at hand was saved: go on with --resume; "
-    f"{HUNG} no progress for run.hang_s seconds; 130 a second Ctrl-C, or one before the first step. "
+    f"{HUNG} no progress for run.hang_s seconds; 130 another Ctrl-C more than two seconds later, or one "
+    "before the first step. "
     "torchrun reports a rank's status and itself ends with 1."
 )
 

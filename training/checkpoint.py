@@ -137,6 +137,11 @@ class Saver:
                 self._pending[0].result()
             self._world.barrier()
             self.poll()
+            if self._pending and self._world.chief:
+                raise OutputError(
+                    f"{self._pending[1]}: rank 0 does not see all ranks' files: run.dir has to be on a disk "
+                    "that all machines share"
+                )
             self._pending = None
         self._world.barrier()
 

@@ -32,6 +32,8 @@ def setting(default: Any = MISSING, *, free: bool, between: tuple[float, float] 
     Args:
         default: None given: the setting has to be.
         free: It may change when a run goes on: rounding apart, the losses stay what they would have been.
+            Or something else is compared: of the data, the fingerprint and the buffers of a step; of the
+            model, its configuration.
         between: The least and the most that a number may be.
     """
     return field(default=default, metadata={"free": free, "between": between})

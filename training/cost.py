@@ -248,14 +248,15 @@ def itemised(
     config: Config, model: PreTrainedModel, *, world: World, capacity: int, precision: Precision
 ) -> list[str]:
     """The estimate for this run line by line, and what is there; the arguments are `price`'s."""
-    items = price(config, model, ranks=world.size, capacity=capacity, precision=precision)
+    holders = world.size // config.parallel.replicas  # ranks that share one copy of the model
+    items = price(config, model, ranks=holders, capacity=capacity, precision=precision)
     lines = [f"{_size(size)}  {name}" for name, size in items.items() if size]
     there = ""
     if world.device.type == "cuda":
         there = f", the GPU has {_size(torch.cuda.get_device_properties(world.device).total_memory).strip()}"
     total = _size(sum(items.values()))
     lines.append(f"{total}  on each of {world.size} ranks, estimated{there}")
-    on_host = price_on_host(config, model, ranks=world.size, capacity=capacity, precision=precision)
+    on_host = price_on_host(config, model, ranks=holders, capacity=capacity, precision=precision)
     lines += [
         f"{_size(size)}  in the host's memory for each rank: {name}" for name, size in on_host.items() if size
     ]

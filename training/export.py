@@ -102,7 +102,7 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
     names = {name: _first_name(name, known) for name in trained}
     for group in _groups(trained):
         files.add({names[name]: value for name, value in checkpoint.read_model(place, group).items()})
-    taken = set(names.values())
+    taken = tied | set(names.values())
     for file, sizes in original.items():  # what training left alone
         with safe_open(file, framework="pt") as stored:
             for group in _groups({name: size for name, size in sizes.items() if name not in taken}):

@@ -52,7 +52,7 @@ def naming_failures() -> Iterator[None]:
             "a smaller model.loss_chunk, optim.states=8bit, parallel.offload=true or more ranks take less"
         ) from error
     except RuntimeError as error:
-        if "bin/nvcc" in str(error) and (missing := no_compiler()):
+        if "bin/nvcc" in str(error) and "tilelang" in sys.modules and (missing := no_compiler()):
             raise KernelError(
                 f"a kernel is not in tilelang's cache and can't be compiled: {missing}"
             ) from error
@@ -92,7 +92,7 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.name:
-            self.name, self._came = signal.Signals(number).name, time.monotonic()
+            self._came, self.name = time.monotonic(), signal.Signals(number).name
         elif time.monotonic() - self._came > self.TOGETHER_S:
             raise KeyboardInterrupt
 

@@ -10,15 +10,8 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
-from huggingface_hub.errors import (  # type: ignore[attr-defined]
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,  # of httpx or httpx2, whichever this hub library uses
-    OfflineModeIsEnabled,
-    StrictDataclassError,
-)
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -34,6 +27,7 @@ from transformers import (
 from training.config import Model, Precision
 from training.errors import InputError, OptionError, one_line
 from training.lora import initialise, is_adapter, own_name
+from training.packed import local_only
 
 TINY: dict[str, dict[str, Any]] = {
     # Three gated-delta-net layers and one of attention: each kind of layer that Qwen3.5 has.
@@ -52,9 +46,6 @@ TINY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-
-HUB_TIMEOUT = 10.0
-"""Seconds that the hub has to answer the first question."""
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types whose numbers are the weights themselves."""
@@ -93,7 +84,7 @@ def saved_config(place: str) -> PretrainedConfig:
     Raises:
         InputError: none that transformers knows and takes.
     """
-    local = Path(place).exists() or not _hub_answers(place)
+    local = local_only(place, "config.json")
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=local)
     # Much of what transformers computes from a bad value it does not check first.
@@ -102,32 +93,6 @@ def saved_config(place: str) -> PretrainedConfig:
             f"{place} has no configuration that transformers reads ({one_line(error)}): give a model's "
             "folder, its config.json or its name on the Hub"
         ) from error
-
-
-def _hub_answers(name: str) -> bool:
-    """Whether the hub can be asked for a name; if not, its cache holds the model. One question, no retries.
-
-    transformers asks an unreachable hub again and again: half a minute for a slip of the pen.
-
-    Raises:
-        InputError: a path to nothing, or a name that no cache holds while the hub can't be reached.
-    """
-    # The hub knows NAME and OWNER/NAME alone; asked for a path it says that a name can't have such letters.
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise InputError(f"{name}: no such file or directory")
-    try:
-        huggingface_hub.model_info(name, timeout=HUB_TIMEOUT)
-    except HFValidationError as error:
-        raise InputError(f"{name}: no such file or directory, and no name that the hub can have") from error
-    except HfHubHTTPError:
-        pass  # it answers, or a mirror of its files does: what it has to say, the loading says
-    except (HTTPError, OfflineModeIsEnabled) as error:
-        if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
-            raise InputError(
-                f"{name}: no such file or directory, and the hub can't be reached ({one_line(error)})"
-            ) from error
-        return False
-    return True
 
 
 def skeleton(config: PretrainedConfig, *, precision: Precision) -> PreTrainedModel:

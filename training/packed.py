@@ -3,6 +3,7 @@
 from packing import boundaries
 from packing.buffer import PackedBuffer
 from packing.example import IGNORE_INDEX
+from packing.hub import local_only
 from packing.loader import LoadedBuffer, PackedDataLoader, collate
 from packing.shards import open_shards
 
@@ -13,5 +14,6 @@ __all__ = [
     "PackedDataLoader",
     "boundaries",
     "collate",
+    "local_only",
     "open_shards",
 ]

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from training.config import Parallel, Precision
-from training.errors import OptionError
+from training.errors import OptionError, Signalled
 from training.kernels import with_chunk_indices
 from training.launch import meet
 
@@ -112,7 +112,12 @@ def join(parallel: Parallel) -> Iterator[World]:
     failed = True
     try:
         mesh = make_mesh(device, size=size, replicas=parallel.replicas)
-        yield World(rank=rank, size=size, device=device, mesh=mesh)
+        world = World(rank=rank, size=size, device=device, mesh=mesh)
+        try:
+            yield world
+        except Signalled:
+            world.barrier()  # all ranks have it; where one ends first, rank 0 is ended amid its loggers' ends
+            raise
         failed = False
     finally:
         # After an error NCCL's end would wait for ranks that may never come, and keep the error from being

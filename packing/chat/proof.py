@@ -32,7 +32,16 @@ from numpy.typing import NDArray
 
 from packing.atomic import cache_folder
 from packing.chat.bpe import BpeEncoder
-from packing.chat.recipe import NotEqual, Recipe, check_order, classes, pairs, read_recipe, token_bytes
+from packing.chat.recipe import (
+    NotEqual,
+    Recipe,
+    check_order,
+    classes,
+    pairs,
+    read_recipe,
+    token_bytes,
+    without_merges,
+)
 from packing.chat.tokenizer import PROBES
 
 
@@ -69,7 +78,7 @@ def build(backend: Any, *, text: str, digest: str) -> tuple[BpeEncoder | None, V
     verdict = _recall(digest)
     if verdict is not None and verdict.why_not:
         return None, verdict
-    state = orjson.loads(text)
+    state = orjson.loads(text if verdict is None else without_merges(text))
     try:
         recipe = read_recipe(state)
         if verdict is None:

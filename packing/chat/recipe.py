@@ -61,6 +61,16 @@ def read_recipe(state: Mapping[str, Any]) -> Recipe:
     )
 
 
+def without_merges(text: str) -> str:
+    """A tokenizer.json as `tokenizers` writes it less its merges, which a proven recipe does not need.
+
+    They are half of it, and three quarters of the time it takes to read. They come last; in any other order
+    the text stays whole. Within a token the key's quotes would be escaped.
+    """
+    before, found, merges = text.partition(',"merges":[')
+    return f"{before}}}}}" if found and merges.endswith("]]}}") else text
+
+
 def _check_model(model: Mapping[str, Any]) -> None:
     if model.get("type") != "BPE":
         raise NotEqual(f"its model is {model.get('type')}, not BPE")

@@ -10,10 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from packing.errors import InputError, TemplateError
-
-HUB_TIMEOUT = 10.0
-"""Seconds that the hub has to answer the first question; its own downloads take what they take."""
+from packing.errors import InputError, TemplateError, one_line
+from packing.hub import local_only
 
 _NO_TOKENIZER = "the folder {} holds no tokenizer (no tokenizer.json, and no vocabulary to make one of)"
 
@@ -43,16 +41,24 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
-    _check_there(name_or_path, revision=revision)
+    if os.path.isfile(name_or_path):
+        raise InputError(f"the tokenizer {name_or_path} is a file: give the folder that holds it")
+    local = local_only(
+        name_or_path,
+        *("tokenizer.json", "tokenizer_config.json", "config.json"),
+        called="the tokenizer ",
+        kind="folder",
+        revision=revision,
+    )
     unmade = os.path.isdir(name_or_path) and not Path(name_or_path, "tokenizer.json").exists()
 
     def load(kind: Any) -> Any:
         try:
-            return kind.from_pretrained(name_or_path, revision=revision)
+            return kind.from_pretrained(name_or_path, revision=revision, local_files_only=local)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
             if unmade:
                 raise InputError(_NO_TOKENIZER.format(name_or_path)) from error
-            raise InputError(f"the tokenizer {name_or_path} can't be loaded: {_one_line(error)}") from error
+            raise InputError(f"the tokenizer {name_or_path} can't be loaded: {one_line(error)}") from error
 
     tokenizer = load(AutoTokenizer)
     if unmade and not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
@@ -64,7 +70,7 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> Any:
         )
     try:
         reference = tokenizers.Tokenizer.from_file(
-            cached_file(name_or_path, "tokenizer.json", revision=revision)
+            cached_file(name_or_path, "tokenizer.json", revision=revision, local_files_only=local)
         )
     except OSError:
         return tokenizer  # none to compare with: made from another format
@@ -79,47 +85,6 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> Any:
             "the files beside it agree with it; another transformers may read it as the file says"
         )
     return tokenizer
-
-
-def looks_like_path(name: str) -> bool:
-    """Whether a name can't be meant for the hub, where it is NAME or OWNER/NAME."""
-    parent = os.path.dirname(name)
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or (bool(parent) and os.path.isdir(parent))
-
-
-def _check_there(name: str, *, revision: str | None) -> None:
-    """Sees before the loading, which asks an unreachable hub again and again, whether there is what to load.
-
-    Raises:
-        InputError: a path to nothing or to a file, or a name that needs a hub which can't be reached.
-    """
-    if os.path.isdir(name):
-        return
-    if os.path.exists(name):
-        raise InputError(f"the tokenizer {name} is a file: give the folder that holds it")
-    if looks_like_path(name):
-        raise InputError(f"the tokenizer {name}: no such folder")
-    from huggingface_hub import model_info, try_to_load_from_cache
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,  # of httpx or httpx2, whichever this hub library uses
-        OfflineModeIsEnabled,
-    )
-
-    try:
-        files = ("tokenizer.json", "tokenizer_config.json", "config.json")
-        if any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files):
-            return
-        model_info(name, revision=revision, timeout=HUB_TIMEOUT)
-    except HfHubHTTPError:
-        return  # it answers: what it has to say, the loading says
-    except HFValidationError as error:
-        raise InputError(
-            f"the tokenizer {name}: no such folder, and no name that the hub can have"
-        ) from error
-    except (HTTPError, OfflineModeIsEnabled) as error:
-        raise InputError(f"the tokenizer {name}: no such folder, and the hub can't be reached") from error
 
 
 def difference(tokenizer: Any, reference: Any) -> str:
@@ -207,7 +172,3 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """A pattern for any of the texts, longest first; without texts it never matches."""
     longest_first = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -27,7 +27,7 @@ from packing.pipeline.accounting import Accounting
 from packing.pipeline.clock import Clock
 from packing.pipeline.options import PackOptions
 from packing.pipeline.pool import few_collections, map_in_order
-from packing.pipeline.rows import Reject, RowEncoder
+from packing.pipeline.rows import KeptRows, Reject, RowEncoder
 from packing.pipeline.store import EXAMPLE, ExampleStore, StoredPart, from_stored
 from packing.plan import Plan, lower_bound, plan_bins
 from packing.shards import PartWriter, ShardWriter
@@ -225,9 +225,10 @@ class _Job:
             ExampleStore(Path(self.out).resolve().parent) as store,
         ):
             chunks = itertools.chain.from_iterable(source.chunks(rows=ROWS_PER_CHUNK) for source in sources)
-            for chunk in map_in_order(encode, clock.timed(chunks, stage="read"), workers=self.workers):
+            keep = KeptRows(encode=encode, file=store.tokens)
+            for chunk, start in map_in_order(keep, clock.timed(chunks, stage="read"), workers=self.workers):
                 accounting.add(chunk)
-                store.append(chunk.examples, tokens=chunk.tokens)
+                store.append(chunk.examples, start=start)
                 writer.add_rejects(_reject_line(reject, inputs=encode.inputs) for reject in chunk.rejects)
                 self.on_progress(
                     Progress(stage="reading", done=accounting.rows, rejected=accounting.rejected)

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from packing.example import IGNORE_INDEX, Conversation, Example, Note, fit
 from packing.formats import FormatOptions, normalise
 from packing.pipeline.clock import Clock
 from packing.pipeline.options import PackOptions
-from packing.pipeline.store import EXAMPLE, to_stored
+from packing.pipeline.store import EXAMPLE, TokenFile, to_stored
 from packing.sources import Chunk
 
 DETAIL_CHARACTERS = 300
@@ -185,6 +185,25 @@ class RowEncoder:
         for example in examples:
             digest.update(example.input_ids.tobytes())
         return int.from_bytes(digest.digest(), "big") < self.options.eval_fraction * 2**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRows:
+    """A `RowEncoder` in a run: tokens go to their file here, and not through the parent process."""
+
+    encode: RowEncoder
+    file: TokenFile
+
+    def __call__(self, chunk: Chunk) -> tuple[EncodedChunk, int]:
+        """The encoded chunk without its tokens, and how many stand in the file before them.
+
+        Raises:
+            OptionError: as `RowEncoder`.
+            OutputError: the disk is full.
+        """
+        encoded = self.encode(chunk)
+        start = self.file.write(encoded.tokens)
+        return replace(encoded, tokens=np.empty(0, np.int32)), start
 
 
 def _counts(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -5,13 +5,15 @@ In the file a token is an int32: its id, or ~id (which is below 0) where it is t
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,14 +55,53 @@ def from_stored(tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[n
     return ids, np.where(sign, ids, np.int32(IGNORE_INDEX))
 
 
+class TokenFile:
+    """A file without a name beside the output: a process that is killed leaves nothing behind.
+
+    All workers write to it. What lies where depends on who came first; what is packed does not, since each
+    chunk's place is kept with its examples.
+    """
+
+    def __init__(self, directory: Path, *, descriptor: int) -> None:
+        self.directory = directory
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (self.directory, DupFd(self.descriptor))
+
+    def write(self, tokens: NDArray[np.int32]) -> int:
+        """Writes tokens and returns how many stand before them.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        data = memoryview(tokens).cast("B")
+        with writing(self.directory):
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
+            try:
+                start = os.fstat(self.descriptor).st_size
+                os.truncate(self.descriptor, start + len(data))
+            finally:
+                fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self.descriptor, data[written:], start + written)
+        return start // _BYTES
+
+
+def _reopened(directory: Path, descriptor: Any) -> TokenFile:
+    """In a worker that was spawned."""
+    return TokenFile(directory, descriptor=descriptor.detach())
+
+
 class ExampleStore:
-    """A file without a name beside the output: a process that is killed leaves nothing behind."""
+    """The examples, and the file where their tokens lie."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._examples: list[NDArray[np.void]] = []
+        self._chunks: list[tuple[int, NDArray[np.void]]] = []
         with writing(directory):
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  (closed by __exit__)
+        self.tokens = TokenFile(directory, descriptor=self._file.fileno())
 
     def __enter__(self) -> ExampleStore:
         return self
@@ -70,31 +111,27 @@ class ExampleStore:
     ) -> None:
         self._file.close()
 
-    def append(self, examples: NDArray[np.void], *, tokens: NDArray[np.int32]) -> None:
+    def append(self, examples: NDArray[np.void], *, start: int) -> None:
         """Adds examples.
 
         Args:
             examples: EXAMPLE[n].
-            tokens: int32[T], their `to_stored`, one after the other.
-
-        Raises:
-            OutputError: the disk is full.
+            start: Tokens in the file before theirs, which are `to_stored`, one after the other.
         """
-        self._examples.append(examples)
-        with writing(self._directory):
-            self._file.write(tokens.data)
+        self._chunks.append((start, examples))
 
     def part(self, *, held_out: bool) -> StoredPart:
         """The examples of the eval part, or of the main one; they are numbered from 0 in input order."""
-        with writing(self._directory):
-            self._file.flush()
-        examples = np.concatenate([np.empty(0, EXAMPLE), *self._examples])
-        lengths = examples["length"].astype(np.int64)
-        chosen = np.flatnonzero(examples["held_out"] == held_out)
+        examples, starts = [np.empty(0, EXAMPLE)], [np.empty(0, np.int64)]
+        for start, chunk in self._chunks:
+            lengths = chunk["length"].astype(np.int64)
+            chosen = chunk["held_out"] == held_out
+            examples.append(chunk[chosen])
+            starts.append((start + np.cumsum(lengths) - lengths)[chosen])
         return StoredPart(
-            examples=examples[chosen],
-            starts=(np.cumsum(lengths) - lengths)[chosen],
-            descriptor=self._file.fileno(),
+            examples=np.concatenate(examples),
+            starts=np.concatenate(starts),
+            descriptor=self.tokens.descriptor,
         )
 
 

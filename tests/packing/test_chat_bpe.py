@@ -24,7 +24,7 @@ from packing.chat import (
     proof,
     recipe,
 )
-from packing.chat.tokenizer import digest_of, plain_backend, tokenizer_digest
+from packing.chat.tokenizer import digest_of, plain_backend, tokenizer_digest, tokenizer_json
 from packing.errors import OptionError, RowRejected
 from packing.example import Conversation
 from packing.pipeline import pack_dataset
@@ -518,6 +518,22 @@ def test_a_verdict_is_remembered_until_anything_changes(tokenizer, encoder, monk
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
     assert build(backend)[0] is not None  # what can't be kept is found out again
+
+
+def test_a_recipe_needs_no_merges(tokenizer):
+    """Without its merges a tokenizer.json gives the same recipe, whatever its tokens spell."""
+    texts = [tokenizer_json(tokenizer)]
+    state = json.loads(texts[0])
+    state["model"]["vocab"][',"merges":[["a","b"]]}}'] = len(state["model"]["vocab"]) + 1000
+    texts.append(json.dumps(state, separators=(",", ":"), ensure_ascii=False))
+    for text in texts:
+        cut = recipe.without_merges(text)
+        assert len(cut) < len(text)
+        assert recipe.read_recipe(json.loads(cut)) == recipe.read_recipe(json.loads(text))
+    model = state.pop("model")
+    for other in ({"model": model, **state}, {**state, "model": {"merges": [], **model}}):
+        whole = json.dumps(other, separators=(",", ":"))
+        assert json.loads(recipe.without_merges(whole)) == other
 
 
 def test_no_damaged_verdict_is_believed(cache):

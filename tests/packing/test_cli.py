@@ -562,16 +562,15 @@ def test_a_damaged_shard_set(padfree, tmp_path, packed, kind):
         assert not (tmp_path / "x.jsonl").exists()
 
 
-def test_a_full_disk_is_one_line(padfree, tmp_path, monkeypatch):
-    """When the disk takes no more, the run says so and leaves nothing."""
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_one_line(padfree, tmp_path, monkeypatch, workers):
+    """When the disk takes no more, in a worker too, the run says so and leaves nothing."""
 
-    class Full:
-        def __getattr__(self, name):
-            raise OSError(28, "No space left on device")
+    def full(*_):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("packing.pipeline.store.tempfile.TemporaryFile", lambda **_: Full())
-    monkeypatch.setattr("packing.pipeline.store.ExampleStore.__exit__", lambda *_: None)
-    status, out, err = padfree(*pack_words(CHATS, tmp_path / "out"))
+    monkeypatch.setattr("packing.pipeline.store.os.pwrite", full)
+    status, out, err = padfree(*pack_words(CHATS, tmp_path / "out", "--workers", workers))
     assert (status, out) == (2, "")
     assert is_one_line(err)
     assert "No space left" in err

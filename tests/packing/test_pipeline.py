@@ -614,7 +614,7 @@ def test_the_store_gives_back_what_it_took(lengths, data, tmp_path_factory):
         for number, example in enumerate(examples):
             row = np.zeros(1, EXAMPLE)
             row["length"], row["held_out"] = len(example), number % 3 == 2
-            store.append(row, tokens=to_stored(example.input_ids, example.labels))
+            store.append(row, start=store.tokens.write(to_stored(example.input_ids, example.labels)))
         for held_out in (False, True):
             part = [example for number, example in enumerate(examples) if (number % 3 == 2) == held_out]
             numbers = np.array([n for n in chosen if n < len(part)], np.int64)

@@ -1,9 +1,8 @@
 """Peaks of memory, as `memory_worker.py OUT KIND …`; each rank writes a JSON object into OUT/KIND-RANK.json.
 
-    whole FOLDER         reads all safetensors, as a control: it has to be seen
     random FOLDER        the trainer's way from a configuration, under torchrun
     load FOLDER RUN      the same from safetensors; leaves a checkpoint in RUN
-    export RUN DIRECTORY
+    export RUN DIRECTORY  and then, as a control, reads all that was exported: it has to be seen
 
 The peak is that of the whole process, as the system counts it, less what was resident before: it can only
 be too high. It holds what torch, safetensors, gloo and mapped files take alike.
@@ -22,7 +21,7 @@ from training import export
 from training.checkpoint import FOLDER, Saver
 from training.config import Checkpoint, Config, Data, Model, Parallel
 from training.launch import leave
-from training.model import blocks, load_weights, read_config
+from training.model import load_weights, read_config
 from training.parallel import World, join
 from training.train import build, spread
 
@@ -52,26 +51,22 @@ def sharded(model: Model, world: World, *, run: Path | None = None) -> dict[str,
         settings = {"lora": {"rank": 0}, "model": {"weights": ""}}
         trainer = {"model": model_config.to_dict(), "base": "", "config": settings}
         saver.save(1, model=root.model, optimizer=torch.optim.SGD(root.parameters()), trainer=trainer)
-    sizes = [parameter.nbytes for parameter in root.parameters()]
     return {
         "peak": peak,
-        "whole": sum(sizes),
-        "largest": max(sizes),
-        "block": max(sum(p.nbytes for p in block.parameters()) for block in blocks(root.model)),
+        "whole": sum(parameter.nbytes for parameter in root.parameters()),
         "shards": sum(parameter.to_local().nbytes for parameter in root.parameters()),
     }
 
 
 def main(kind: str, *words: str) -> dict[str, int]:
-    if kind in ("whole", "export"):
+    if kind == "export":
         before = resident("VmRSS")
-        if kind == "export":
-            export.FILE_BYTES = FILE_BYTES
-            export.export(words[0], words[1])
-        else:
-            parts = [load_file(file) for file in Path(words[0]).glob("*.safetensors")]
-            assert all(value.isfinite().all() for part in parts for value in part.values())
-        return {"peak": resident("VmHWM") - before}
+        export.FILE_BYTES = FILE_BYTES
+        export.export(words[0], words[1])
+        peak = resident("VmHWM") - before
+        parts = [load_file(file) for file in Path(words[1]).glob("*.safetensors")]
+        assert all(value.isfinite().all() for part in parts for value in part.values())
+        return {"peak": peak, "control": resident("VmHWM") - before}
     with join(Parallel()) as world:
         sharded(Model(config="tiny-qwen3_5"), world)  # what libraries bring in at first use is no model
         if kind == "random":

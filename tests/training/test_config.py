@@ -166,12 +166,10 @@ def test_every_setting_says_what_is_true_of_it() -> None:
         assert re.search(rf'\n    {name}: .*\n    """', body), key
 
 
-def test_every_default_is_a_value_that_could_be_set(tmp_path: Path) -> None:
+def test_every_default_is_a_value_that_could_be_set() -> None:
     """Of its setting's type and within its range."""
-    resolved = to_toml(load(written(tmp_path, MINIMAL)))
     for key, setting in SETTINGS.items():
         name = key.partition(".")[2]
-        assert f"\n{name} = " in resolved
         kind = typing.get_type_hints(SECTIONS[key.partition(".")[0]])[name]
         if setting.default is not dataclasses.MISSING:
             given = list(setting.default) if isinstance(setting.default, tuple) else setting.default

@@ -235,6 +235,19 @@ def test_products_on_the_host_are_what_a_step_puts_there() -> None:
     )
 
 
+def test_replicas_hold_as_much_as_their_group_does_alone() -> None:
+    """Four ranks as two replicas of two: each line is that of two ranks, which is more than four hold."""
+    model = skeleton(plain(), precision="fp32")
+
+    def lines(ranks: int, replicas: int) -> list[str]:
+        config = Config(data=Data(shards=""), parallel=Parallel(replicas=replicas))
+        world: Any = SimpleNamespace(size=ranks, local_size=ranks, device=torch.device("cpu"))
+        found = itemised(config, model, world=world, capacity=64, precision="fp32")
+        return [re.sub(r"on each of \d ranks", "", line) for line in found]
+
+    assert lines(4, replicas=2) == lines(2, replicas=1) != lines(4, replicas=1)
+
+
 def test_a_checkpoint_in_the_background_is_priced_on_the_host() -> None:
     """Weights and both moments, 12 bytes a parameter in fp32, over the ranks; with adapters theirs alone."""
     pytest.importorskip("peft")

@@ -14,9 +14,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory in /proc")
 
-SLACK = 16 * 2**20
-"""What libraries and messages add: beside a model of 345 MiB it hides nothing."""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -49,30 +46,25 @@ def measure(folder: Path, kind: str, *words: Path, ranks: int = 1) -> list[dict[
     return [json.loads((folder / f"{kind}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def test_a_whole_model_would_be_seen(folder: Path) -> None:
-    """Control: the files read as a whole are as much in the measure as they have bytes."""
-    (found,) = measure(folder, "whole", folder / "model")
-    files = list((folder / "model").glob("*.safetensors"))
-    assert len(files) > 5
-    assert found["peak"] > 0.99 * sum(file.stat().st_size for file in files)
-
-
 def test_random_values_are_drawn_block_by_block(folder: Path) -> None:
-    """A rank has its shards and one block, whole and in FSDP's copy."""
+    """A rank has its shards, one block, whole and in FSDP's copy, and what libraries take."""
     for found in measure(folder, "random", folder / "model", ranks=2):
-        assert found["peak"] < found["shards"] + 2 * found["block"] + SLACK < 0.75 * found["whole"]
+        assert 2 * found["shards"] < 1.01 * found["whole"]
+        assert found["peak"] < 0.75 * found["whole"]
 
 
 def test_no_rank_loads_the_whole_model_and_none_exports_it(folder: Path) -> None:
     """A rank has its shards and one mapped file; an export has one file of its own, and one tensor.
 
-    What was loaded by two ranks, saved and exported is what the files held, bit for bit.
+    A whole model read after the export shows in the same measure. What was loaded by two ranks, saved and
+    exported is what the files held, bit for bit.
     """
     run, out = folder / "run", folder / "out"
     for found in measure(folder, "load", folder / "model", run, ranks=2):
-        assert found["peak"] < found["shards"] + FILE_BYTES + SLACK < 0.75 * found["whole"]
+        assert found["peak"] < 0.75 * found["whole"]
     (exported,) = measure(folder, "export", run, out)
-    assert exported["peak"] < FILE_BYTES + found["largest"] + SLACK < 0.4 * found["whole"]
+    assert exported["peak"] < 0.4 * found["whole"]
+    assert exported["control"] > 0.95 * found["whole"], "the measure does not see a whole model"
     assert len(list(out.glob("*.safetensors"))) > 5
     start, end = (
         {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}

@@ -144,7 +144,7 @@ def test_a_hub_out_of_reach_is_asked_once(tmp_path: Path, monkeypatch: pytest.Mo
     """A slip of the pen costs one question of ten seconds at most, and is not handed to the loading."""
     asked = []
 
-    def out_of_reach(name: str, *, timeout: float) -> None:
+    def out_of_reach(name: str, *, timeout: float, revision: None) -> None:
         asked.append((name, timeout))
         raise HTTPError("Name or service not known")
 
