@@ -37,7 +37,7 @@ import numpy as np
 from record import in_turn, ratio, save, save_plot, spread
 
 from packing.chat import ChatEncoder, ChatOptions, load_tokenizer
-from packing.pipeline import PackReport, pack_dataset
+from packing.pipeline import PackOptions, PackReport, pack_dataset
 from packing.plan import plan_bins
 from packing.shards import open_shards
 
@@ -68,17 +68,17 @@ class Ours:
     """`pack_dataset` into a folder that is removed again; keeps the last report."""
 
     def __init__(self, file: Path, *, tokenizer: Any, template: str, workers: int) -> None:
-        self.options: dict[str, Any] = {
+        self.arguments: dict[str, Any] = {
             "tokenizer": tokenizer,
             "chat": ChatOptions(chat_template=template),
-            "capacity": CAPACITY,
+            "options": PackOptions(capacity=CAPACITY),
             "workers": workers,
         }
         self.file, self.out = file, file.with_name("out")
         self.report: PackReport
 
     def __call__(self) -> None:
-        self.report = pack_dataset([str(self.file)], out=self.out, force=True, **self.options)
+        self.report = pack_dataset([str(self.file)], out=self.out, force=True, **self.arguments)
 
 
 def trl(

@@ -428,10 +428,10 @@ def _packing_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
     return {
         "tokenizer": arguments.tokenizer,
+        "options": _options(PackOptions, arguments),
         "sources": _options(SourceOptions, arguments),
         "formats": _options(FormatOptions, arguments),
         "chat": _options(ChatOptions, arguments),
-        **dataclasses.asdict(_options(PackOptions, arguments)),
     }
 
 

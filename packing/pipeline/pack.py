@@ -135,13 +135,13 @@ def pack_dataset(
     *,
     tokenizer: str | Path | PreTrainedTokenizerBase,
     out: str | Path,
+    options: PackOptions | None = None,
     sources: SourceOptions | None = None,
     formats: FormatOptions | None = None,
     chat: ChatOptions | None = None,
     workers: int = 1,
     force: bool = False,
     on_progress: OnProgress | None = None,
-    **packing: Any,
 ) -> PackReport:
     """Packs chat data into a shard set: the same bytes for any number of workers, on every run.
 
@@ -149,29 +149,28 @@ def pack_dataset(
         inputs: One or several files, folders, globs, `save_to_disk` folders or hub names.
         tokenizer: A folder, a hub name or the tokenizer itself.
         out: The folder to make; it appears when it is whole.
+        options: How examples are packed, and how many may be lost; None for the defaults.
         sources: Split, configuration and revision of a data set; None for the defaults.
         formats: How rows become conversations; None for the defaults.
         chat: How conversations become tokens; None for the defaults.
         workers: Processes that parse and encode; 1 means this one.
         force: Replace a shard set that is there.
         on_progress: Called after each chunk of rows and now and then while writing.
-        packing: Fields of `PackOptions`, such as `capacity=1024`.
 
     Raises:
         OptionError: an option that can't be, or an example too long with overflow "error".
         InputError: an input or tokenizer that can't be read, or nothing to pack in it.
         TemplateError: training on this tokenizer's template would be wrong.
-        TooManyRejects: more than `max_rejects`.
+        TooManyRejects: more than the options' `max_rejects`.
         OutputError: `out` exists, or can't be written.
     """
-    options = PackOptions(**packing)
     if workers < 1:
         raise OptionError(f"{workers} workers can't be: choose 1 or more")
     job = _Job(
         inputs=_names(inputs),
         tokenizer=_loaded(tokenizer),
         out=out,
-        options=options,
+        options=options or PackOptions(),
         sources=sources or SourceOptions(),
         formats=formats or FormatOptions(),
         workers=workers,
@@ -286,21 +285,21 @@ def preview(
     *,
     tokenizer: str | Path | PreTrainedTokenizerBase,
     rows: int,
+    options: PackOptions | None = None,
     sources: SourceOptions | None = None,
     formats: FormatOptions | None = None,
     chat: ChatOptions | None = None,
-    **packing: Any,
 ) -> Preview:
     """What `pack_dataset` would do with the first rows of each input; nothing is written or held out.
 
     Args:
         rows: How many of each input.
-        inputs, tokenizer, sources, formats, chat, packing: As `pack_dataset`.
+        inputs, tokenizer, options, sources, formats, chat: As `pack_dataset`.
 
     Raises:
         OptionError, InputError, TemplateError: As `pack_dataset`.
     """
-    options = replace(PackOptions(**packing), eval_fraction=0.0)
+    options = replace(options or PackOptions(), eval_fraction=0.0)
     if rows < 1:
         raise OptionError(f"a preview of {rows} rows can't be: choose at least 1")
     opened = open_sources(_names(inputs), options=sources or SourceOptions())

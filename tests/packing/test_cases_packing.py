@@ -7,7 +7,7 @@ import pytest
 
 from packing.chat import ChatOptions, load_tokenizer
 from packing.errors import InputError
-from packing.pipeline import pack_dataset
+from packing.pipeline import PackOptions, pack_dataset
 from packing.sample import TOKENIZER
 from packing.shards import open_shards
 
@@ -21,10 +21,10 @@ def tokenizer():
 def pack(tmp_path, tokenizer):
     """Packs rows into a new folder: (report, shards)."""
 
-    def run(rows, *, name="out", **options):
+    def run(rows, *, name="out", **more):
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        report = pack_dataset([str(file)], tokenizer=tokenizer, out=tmp_path / name, **options)
+        report = pack_dataset([str(file)], tokenizer=tokenizer, out=tmp_path / name, **more)
         return report, open_shards(tmp_path / name)
 
     return run
@@ -43,7 +43,8 @@ def chat(question, answer):
 def test_no_trainable_token_after_cut(pack):
     """A prompt that fills the buffer leaves nothing to train: dropped and counted, and each buffer trains."""
     report, shards = pack(
-        [chat("ctx " * 400, "yes"), chat("a", "b")], capacity=60, overflow="truncate", max_rejects=0.5
+        [chat("ctx " * 400, "yes"), chat("a", "b")],
+        options=PackOptions(capacity=60, overflow="truncate", max_rejects=0.5),
     )
     assert report.accounting["rows"]["rejected"] == {"nothing_to_train": 1}
     assert all((buffer.labels >= 0).any() for buffer in shards)
@@ -57,7 +58,8 @@ def test_no_trainable_token_after_cut(pack):
 def test_longer_than_buffer(pack, overflow, lengths, lost):
     """12,000 tokens and a buffer of 8,192: dropped or a prefix, counted, never a headless fragment."""
     report, shards = pack(
-        [tokens(12000, start=1), tokens(4000), tokens(4000)], overflow=overflow, max_rejects=0.5
+        [tokens(12000, start=1), tokens(4000), tokens(4000)],
+        options=PackOptions(overflow=overflow, max_rejects=0.5),
     )
     assert sorted(shards.seq_lengths.tolist()) == lengths
     assert {name: report.accounting["tokens"][name] for name in lost} == lost
@@ -67,7 +69,7 @@ def test_longer_than_buffer(pack, overflow, lengths, lost):
 
 def test_packing_loses_mask(pack):
     """Questions stay untrained in the buffer: as many trained tokens after packing as before."""
-    report, shards = pack([chat("a", "b"), chat("c", "d")], capacity=64)
+    report, shards = pack([chat("a", "b"), chat("c", "d")], options=PackOptions(capacity=64))
     (buffer,) = shards
     alone = [int((shards.example(n).labels >= 0).sum()) for n in range(2)]
     assert 0 < int((buffer.labels >= 0).sum()) == sum(alone) < len(buffer) - 2
@@ -77,7 +79,7 @@ def test_packing_loses_mask(pack):
 def test_first_token_of_next_example_trained(pack):
     """[1, 2, 3] and [4, 5, 6], all trained, give the labels -100, 2, 3, -100, 5, 6."""
     rows = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3], [4, 5, 6])]
-    _, shards = pack(rows, capacity=8)
+    _, shards = pack(rows, options=PackOptions(capacity=8))
     (buffer,) = shards
     by_example = buffer.labels.reshape(2, 3)[np.argsort(buffer.example_ids)]
     assert by_example.tolist() == [[-100, 2, 3], [-100, 5, 6]]
@@ -99,7 +101,7 @@ def test_tail_dropped(pack, workers):
 
 def test_len_is_unpacked(pack):
     """Fifty times 100 tokens in buffers of 1,000: the length is 5 buffers, and the report says all."""
-    report, shards = pack([tokens(100)] * 50, capacity=1000)
+    report, shards = pack([tokens(100)] * 50, options=PackOptions(capacity=1000))
     assert len(shards) == 5
     assert (report.main.buffers, report.main.examples) == (5, 50)
     assert report.accounting["rows"] == {"in": 50, "packed": 50, "eval": 0, "rejected": {}}
@@ -126,4 +128,4 @@ def test_unstable_fingerprint(pack, tokenizer):
 def test_mask_all_zero(pack):
     """A set in which nothing would be trained is not written."""
     with pytest.raises(InputError, match="nothing to pack"):
-        pack([{"input_ids": [1, 2], "labels": [-100, -100]}], max_rejects=1)
+        pack([{"input_ids": [1, 2], "labels": [-100, -100]}], options=PackOptions(max_rejects=1))

@@ -27,7 +27,7 @@ from packing.chat import (
 from packing.chat.tokenizer import digest_of, plain_backend, tokenizer_digest, tokenizer_json
 from packing.errors import OptionError, RowRejected
 from packing.example import Conversation
-from packing.pipeline import pack_dataset
+from packing.pipeline import PackOptions, pack_dataset
 from packing.sample import CHATS, TOKENIZER
 
 T = {path.stem: path.read_text("utf-8") for path in Path(__file__).with_name("templates").glob("*.jinja")}
@@ -388,7 +388,7 @@ def test_shard_sets_are_the_same_bytes(tmp_path):
     outs = [tmp_path / which for which in ("tokenizers", "tiktoken")]
     for out in outs:
         chat = ChatOptions(encoder=out.name)
-        pack_dataset(CHATS, tokenizer=TOKENIZER, out=out, capacity=1024, chat=chat)
+        pack_dataset(CHATS, tokenizer=TOKENIZER, out=out, options=PackOptions(capacity=1024), chat=chat)
     names = sorted(path.name for path in outs[0].iterdir())
     assert len(names) > 4
     for name in names:

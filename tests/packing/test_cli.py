@@ -17,7 +17,7 @@ import pytest
 from packing import cli
 from packing.buffer import build_buffer
 from packing.example import make_example
-from packing.pipeline import pack_dataset
+from packing.pipeline import PackOptions, pack_dataset
 from packing.sample import CHATS, TOKENIZER
 from packing.shards import ShardWriter, open_shards
 
@@ -47,8 +47,7 @@ def packed(tmp_path_factory):
         [str(folder / "chats.jsonl")],
         tokenizer=str(TOKENIZER),
         out=folder / "out",
-        capacity=1024,
-        eval_fraction=0.1,
+        options=PackOptions(capacity=1024, eval_fraction=0.1),
     )
     return folder / "out"
 
@@ -343,7 +342,12 @@ def test_inspect_says_how_to_name_a_tokenizer_that_moved(padfree, tmp_path):
     """The path in run.json leads nowhere any more: the line names it and the option."""
     before = copy_tokenizer(tmp_path / "before")
     (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n")
-    pack_dataset([str(tmp_path / "rows.jsonl")], tokenizer=str(before), out=tmp_path / "out", capacity=64)
+    pack_dataset(
+        [str(tmp_path / "rows.jsonl")],
+        tokenizer=str(before),
+        out=tmp_path / "out",
+        options=PackOptions(capacity=64),
+    )
     before.rename(tmp_path / "after")
     status, _, err = padfree("inspect", tmp_path / "out")
     assert status == 2

@@ -17,7 +17,7 @@ from packing.chat.bpe import BpeEncoder, NotEqual
 from packing.errors import InputError, OptionError, OutputError, TooManyRejects
 from packing.example import Example
 from packing.formats import FormatOptions
-from packing.pipeline import pack, pack_dataset, pool, preview
+from packing.pipeline import PackOptions, pack, pack_dataset, pool, preview
 from packing.pipeline.store import EXAMPLE, ExampleStore, from_stored, to_stored
 from packing.sample import CHATS, TOKENIZER
 from packing.shards import open_shards, verify
@@ -65,7 +65,7 @@ def nothing_but(folder, *names):
 
 def test_ids_are_those_of_the_chat_template(tmp_path, tokenizer, sample):
     """Each example is apply_chat_template's of the row that examples.parquet names."""
-    pack_dataset([str(CHATS)], tokenizer=tokenizer, out=tmp_path / "out", capacity=1024)
+    pack_dataset([str(CHATS)], tokenizer=tokenizer, out=tmp_path / "out", options=PackOptions(capacity=1024))
     shards = open_shards(tmp_path / "out")
     origins = shards.examples().to_pylist()
     assert [origin["line"] for origin in origins] == list(range(1, len(sample) + 1))
@@ -82,9 +82,7 @@ def test_what_is_packed_passes_verification(tmp_path, tokenizer):
         [str(CHATS), str(tmp_path / "bad.jsonl")],
         tokenizer=tokenizer,
         out=tmp_path / "out",
-        capacity=400,
-        overflow="truncate",
-        eval_fraction=0.2,
+        options=PackOptions(capacity=400, overflow="truncate", eval_fraction=0.2),
     )
     verify(tmp_path / "out")
 
@@ -92,7 +90,10 @@ def test_what_is_packed_passes_verification(tmp_path, tokenizer):
 def test_the_report_agrees_with_the_shards(tmp_path, tokenizer):
     """Buffers, examples, tokens and trained tokens are those that can be counted in the files."""
     report = pack_dataset(
-        [str(CHATS)], tokenizer=tokenizer, out=tmp_path / "out", capacity=512, eval_fraction=0.1
+        [str(CHATS)],
+        tokenizer=tokenizer,
+        out=tmp_path / "out",
+        options=PackOptions(capacity=512, eval_fraction=0.1),
     )
     shards = open_shards(tmp_path / "out")
     for part, found in ((shards, report.main), (shards.part("eval"), report.eval)):
@@ -109,7 +110,12 @@ def test_the_report_agrees_with_the_shards(tmp_path, tokenizer):
 @pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit_decreasing", "next_fit"])
 def test_every_algorithm_packs_the_same_examples(tmp_path, tokenizer, algorithm):
     """The algorithm decides about buffers, never about examples."""
-    pack_dataset([str(CHATS)], tokenizer=tokenizer, out=tmp_path / "out", capacity=2048, algorithm=algorithm)
+    pack_dataset(
+        [str(CHATS)],
+        tokenizer=tokenizer,
+        out=tmp_path / "out",
+        options=PackOptions(capacity=2048, algorithm=algorithm),
+    )
     shards = open_shards(tmp_path / "out")
     assert sorted(shards.example_ids.tolist()) == list(range(420))
 
@@ -152,21 +158,21 @@ def many(tmp_path_factory):
     return [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
 
 
-AS_REFERENCE = {"capacity": 600, "eval_fraction": 0.1, "seed": 3}
+AS_REFERENCE = PackOptions(capacity=600, eval_fraction=0.1, seed=3)
 
 
 @pytest.fixture(scope="module")
 def reference(many, tokenizer, tmp_path_factory):
     """What one worker makes of them."""
     out = tmp_path_factory.mktemp("reference") / "out"
-    pack_dataset(many, tokenizer=tokenizer, out=out, **AS_REFERENCE)
+    pack_dataset(many, tokenizer=tokenizer, out=out, options=AS_REFERENCE)
     return contents(out)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
 def test_bytes_do_not_depend_on_the_workers(tmp_path, many, tokenizer, reference, workers):
     """Any number of processes, and a second run, give every file but run.json byte for byte."""
-    pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", workers=workers, **AS_REFERENCE)
+    pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", workers=workers, options=AS_REFERENCE)
     assert contents(tmp_path / "out") == reference
     assert "rejects.jsonl" in reference
     assert "eval/data-00000.arrow" in reference
@@ -175,7 +181,7 @@ def test_bytes_do_not_depend_on_the_workers(tmp_path, many, tokenizer, reference
 def test_bytes_do_not_depend_on_how_processes_start(tmp_path, many, tokenizer, reference, monkeypatch):
     """Spawned workers, which share nothing with this process, give the same bytes as forked ones."""
     monkeypatch.setattr(pool, "start_method", lambda: "spawn")
-    pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", workers=2, **AS_REFERENCE)
+    pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", workers=2, options=AS_REFERENCE)
     assert contents(tmp_path / "out") == reference
 
 
@@ -186,7 +192,7 @@ def test_bytes_do_not_depend_on_the_encoder(tmp_path, many, tokenizer, reference
         many,
         tokenizer=tokenizer,
         out=tmp_path / "out",
-        **AS_REFERENCE,
+        options=AS_REFERENCE,
         workers=workers,
         chat=ChatOptions(encoder="tiktoken"),
     )
@@ -213,7 +219,9 @@ def differing(tokenizer, monkeypatch):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_wrong_encoder_is_given_up(tmp_path, many, tokenizer, reference, differing, caplog, workers):
     """One difference, and all is packed again by the tokenizer's own library; it is said and recorded."""
-    report = pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", workers=workers, **AS_REFERENCE)
+    report = pack_dataset(
+        many, tokenizer=tokenizer, out=tmp_path / "out", workers=workers, options=AS_REFERENCE
+    )
     assert contents(tmp_path / "out") == reference
     assert report.encoder["encoder"] == "tokenizers"
     assert "id 5 is 6" in report.encoder["why"]
@@ -238,13 +246,13 @@ def test_collections_are_seldom_for_a_run_only(tmp_path, many, tokenizer):
         many,
         tokenizer=tokenizer,
         out=tmp_path / "out",
-        capacity=600,
+        options=PackOptions(capacity=600),
         on_progress=lambda _: during.add(gc.get_threshold()[0]),
     )
     assert during == {pool.OBJECTS_PER_COLLECTION}
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
     with pytest.raises(OutputError):
-        pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", capacity=600)
+        pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", options=PackOptions(capacity=600))
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
@@ -258,33 +266,36 @@ def test_bytes_do_not_depend_on_the_folder(tmp_path, tokenizer, monkeypatch):
             [str(tmp_path / place / "chats.jsonl")],
             tokenizer=tokenizer,
             out=tmp_path / place / "out",
-            capacity=600,
+            options=PackOptions(capacity=600),
         )
         found.append(contents(tmp_path / place / "out"))
     monkeypatch.chdir(tmp_path / "here")
-    pack_dataset(["chats.jsonl"], tokenizer=tokenizer, out="named-from-here", capacity=600)
+    pack_dataset(
+        ["chats.jsonl"], tokenizer=tokenizer, out="named-from-here", options=PackOptions(capacity=600)
+    )
     found.append(contents(tmp_path / "here" / "named-from-here"))
     assert found[0] == found[1] == found[2]
+
+
+DECISIVE = {"capacity": 601, "seed": 4, "overflow": "truncate", "algorithm": "next_fit", "eval_fraction": 0.1}
+"""Another value of each option of packing that decides the bytes."""
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"capacity": 601},
-        {"seed": 4},
-        {"overflow": "truncate"},
-        {"algorithm": "next_fit"},
-        {"eval_fraction": 0.1},
+        *({"options": PackOptions(**{"capacity": 600, name: value})} for name, value in DECISIVE.items()),
         {"chat": ChatOptions(train_on="last")},
         {"formats": FormatOptions(trailing_user="reject")},
     ],
-    ids=str,
+    ids=[*DECISIVE, "chat", "formats"],
 )
 def test_whatever_decides_the_bytes_is_in_the_fingerprint(tmp_path, tokenizer, change):
     """Two sets made with another option never have one fingerprint, even where the buffers are equal."""
     one = write(tmp_path / "one.jsonl", [chat(f"say {i}", "yes") for i in range(40)])
-    pack_dataset([one], tokenizer=tokenizer, out=tmp_path / "a", capacity=600)
-    pack_dataset([one], tokenizer=tokenizer, out=tmp_path / "b", **{"capacity": 600, **change})
+    same = {"tokenizer": tokenizer, "options": PackOptions(capacity=600)}
+    pack_dataset([one], out=tmp_path / "a", **same)
+    pack_dataset([one], out=tmp_path / "b", **{**same, **change})
     assert open_shards(tmp_path / "a").fingerprint != open_shards(tmp_path / "b").fingerprint
 
 
@@ -320,7 +331,9 @@ def test_rows_in_are_rows_packed_and_rejected(kinds, tokenizer, tmp_path_factory
     """Every row is packed, or has one line in rejects.jsonl with its file, line and reason."""
     folder = tmp_path_factory.mktemp("rows")
     file = write(folder / "rows.jsonl", [KINDS[kind][0] for kind in ["good", *kinds]])
-    report = pack_dataset([file], tokenizer=tokenizer, out=folder / "out", capacity=50, max_rejects=1)
+    report = pack_dataset(
+        [file], tokenizer=tokenizer, out=folder / "out", options=PackOptions(capacity=50, max_rejects=1)
+    )
     rows = report.accounting["rows"]
     assert rows["in"] == len(kinds) + 1
     assert rows["in"] == rows["packed"] + sum(rows["rejected"].values())
@@ -350,9 +363,7 @@ def test_tokens_in_are_tokens_packed_cut_and_rejected(
         [file],
         tokenizer=tokenizer,
         out=folder / "out",
-        capacity=capacity,
-        overflow=overflow,
-        max_rejects=1,
+        options=PackOptions(capacity=capacity, overflow=overflow, max_rejects=1),
         chat=ChatOptions(turns=turns),
     )
     made = 0
@@ -370,7 +381,11 @@ def test_a_turn_that_is_too_long_does_not_take_its_row(tmp_path, tokenizer):
     """With turns="expand", the turns that fit are packed; the one that doesn't has a line of its own."""
     file = write(tmp_path / "rows.jsonl", [chat("a", "b", "c", "d " * 80)])
     report = pack_dataset(
-        [file], tokenizer=tokenizer, out=tmp_path / "out", capacity=50, chat=ChatOptions(turns="expand")
+        [file],
+        tokenizer=tokenizer,
+        out=tmp_path / "out",
+        options=PackOptions(capacity=50),
+        chat=ChatOptions(turns="expand"),
     )
     assert report.accounting["rows"] == {"in": 1, "packed": 1, "eval": 0, "rejected": {}}
     assert report.accounting["turns_rejected"] == {"too_long": 1}
@@ -400,7 +415,7 @@ def test_a_detail_is_one_short_line_of_valid_text(tmp_path, tokenizer):
         [write(tmp_path / "rows.jsonl", [nasty, chat("a", "b")])],
         tokenizer=tokenizer,
         out=tmp_path / "out",
-        max_rejects=0.5,
+        options=PackOptions(max_rejects=0.5),
     )
     (line,) = (tmp_path / "out" / "rejects.jsonl").read_bytes().splitlines()
     detail = json.loads(line)["detail"]
@@ -418,7 +433,9 @@ def test_the_fraction_of_rejects_is_exact(tmp_path, tokenizer, bad, stops):
     file = write(tmp_path / "rows.jsonl", ["{"] * bad + [chat("a", "b")] * (100 - bad))
 
     def run():
-        return pack_dataset([file], tokenizer=tokenizer, out=tmp_path / "out", max_rejects=0.29)
+        return pack_dataset(
+            [file], tokenizer=tokenizer, out=tmp_path / "out", options=PackOptions(max_rejects=0.29)
+        )
 
     if not stops:
         assert run().accounting["rows"]["rejected"] == {"bad_json": bad}
@@ -433,7 +450,9 @@ def test_nothing_to_pack_is_an_error(tmp_path, tokenizer):
     for rows, message in ((["{", "["], "nothing to pack"), ([""], "no rows")):
         file = write(tmp_path / "rows.jsonl", rows)
         with pytest.raises(InputError, match=message):
-            pack_dataset([file], tokenizer=tokenizer, out=tmp_path / "out", max_rejects=1)
+            pack_dataset(
+                [file], tokenizer=tokenizer, out=tmp_path / "out", options=PackOptions(max_rejects=1)
+            )
         assert nothing_but(tmp_path, "rows.jsonl")
 
 
@@ -442,7 +461,11 @@ def test_too_long_with_error_names_the_line(tmp_path, tokenizer):
     file = write(tmp_path / "rows.jsonl", [chat("a", "b"), chat("a " * 90, "b")])
     with pytest.raises(OptionError, match=r"rows\.jsonl:2: an example of \d+ tokens"):
         pack_dataset(
-            [file], tokenizer=tokenizer, out=tmp_path / "out", capacity=64, overflow="error", workers=2
+            [file],
+            tokenizer=tokenizer,
+            out=tmp_path / "out",
+            options=PackOptions(capacity=64, overflow="error"),
+            workers=2,
         )
     assert nothing_but(tmp_path, "rows.jsonl")
 
@@ -479,7 +502,6 @@ def test_an_output_that_exists_is_kept(tmp_path, tokenizer):
         {"algorithm": "best_fit"},
         {"seed": -1},
         {"seed": 2**64},
-        {"workers": 0},
         {"eval_fraction": 1.0},
         {"eval_fraction": -0.1},
         {"eval_fraction": float("nan")},
@@ -488,14 +510,17 @@ def test_an_output_that_exists_is_kept(tmp_path, tokenizer):
     ],
     ids=str,
 )
-def test_options_that_can_not_be(tmp_path, tokenizer, wrong):
-    """Each is refused by name before anything is read or written, by a preview as well."""
-    ((option, value),) = wrong.items()
+def test_options_that_can_not_be(wrong):
+    """Each is refused by name, by the options themselves: nothing was read or written yet."""
+    (value,) = wrong.values()
     with pytest.raises(OptionError, match=str(value).replace("+", r"\+")):
-        pack_dataset(["missing.jsonl"], tokenizer=tokenizer, out=tmp_path / "out", **wrong)
-    if option != "workers":
-        with pytest.raises(OptionError, match=str(value).replace("+", r"\+")):
-            preview(["missing.jsonl"], tokenizer=tokenizer, rows=1, **wrong)
+        PackOptions(**wrong)
+
+
+def test_no_workers_can_not_be(tmp_path, tokenizer):
+    """It is refused before anything is read or written."""
+    with pytest.raises(OptionError, match="0 workers"):
+        pack_dataset(["missing.jsonl"], tokenizer=tokenizer, out=tmp_path / "out", workers=0)
     assert nothing_but(tmp_path)
 
 
@@ -503,7 +528,9 @@ def test_seeds_at_both_ends_work(tmp_path, tokenizer):
     """0 and 2**64 - 1 are seeds."""
     for seed in (0, 2**64 - 1):
         out = tmp_path / str(seed)
-        pack_dataset([str(CHATS)], tokenizer=tokenizer, out=out, seed=seed, eval_fraction=0.1)
+        pack_dataset(
+            [str(CHATS)], tokenizer=tokenizer, out=out, options=PackOptions(seed=seed, eval_fraction=0.1)
+        )
         verify(out)
 
 
@@ -524,8 +551,7 @@ def test_duplicates_are_never_split(tmp_path, tokenizer, sample, turns):
         [file],
         tokenizer=tokenizer,
         out=tmp_path / "out",
-        capacity=4096,
-        eval_fraction=0.3,
+        options=PackOptions(capacity=4096, eval_fraction=0.3),
         chat=ChatOptions(turns=turns),
     )
     shards = open_shards(tmp_path / "out")
@@ -543,7 +569,10 @@ def test_the_seed_chooses_the_eval_part(tmp_path, tokenizer):
     chosen = []
     for seed in (0, 1):
         pack_dataset(
-            [str(CHATS)], tokenizer=tokenizer, out=tmp_path / str(seed), seed=seed, eval_fraction=0.2
+            [str(CHATS)],
+            tokenizer=tokenizer,
+            out=tmp_path / str(seed),
+            options=PackOptions(seed=seed, eval_fraction=0.2),
         )
         part = open_shards(tmp_path / str(seed)).part("eval")
         chosen.append({origin["record"] for origin in part.examples().to_pylist()})
@@ -555,13 +584,20 @@ def test_an_eval_part_needs_something_in_it(tmp_path, tokenizer):
     file = write(tmp_path / "rows.jsonl", [chat("a", "b")] * 5)
     for fraction, part in ((1e-9, "evaluation"), (0.999999999, "training")):
         with pytest.raises(OptionError, match=f"none of the 5 rows for {part}"):
-            pack_dataset([file], tokenizer=tokenizer, out=tmp_path / "out", eval_fraction=fraction)
+            pack_dataset(
+                [file], tokenizer=tokenizer, out=tmp_path / "out", options=PackOptions(eval_fraction=fraction)
+            )
     assert nothing_but(tmp_path, "rows.jsonl")
 
 
 def test_the_eval_part_accounts_for_itself(tmp_path, tokenizer):
     """Both manifests add up, and rows in = packed + eval + rejected in the main one."""
-    pack_dataset([str(CHATS)], tokenizer=tokenizer, out=tmp_path / "out", eval_fraction=0.2, capacity=600)
+    pack_dataset(
+        [str(CHATS)],
+        tokenizer=tokenizer,
+        out=tmp_path / "out",
+        options=PackOptions(eval_fraction=0.2, capacity=600),
+    )
     shards = open_shards(tmp_path / "out")
     rows = shards.manifest["accounting"]["rows"]
     assert rows["in"] == rows["packed"] + rows["eval"] + sum(rows["rejected"].values())
@@ -575,9 +611,9 @@ def test_the_eval_part_accounts_for_itself(tmp_path, tokenizer):
 
 def test_a_preview_counts_what_packing_counts(tmp_path, tokenizer, many):
     """With all rows in it, a preview has the accounting of the run, and writes nothing."""
-    found = preview(many, tokenizer=tokenizer, rows=10_000, capacity=600)
+    found = preview(many, tokenizer=tokenizer, rows=10_000, options=PackOptions(capacity=600))
     assert nothing_but(tmp_path)
-    report = pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", capacity=600)
+    report = pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", options=PackOptions(capacity=600))
     assert dict(found.accounting) == report.accounting
     assert found.main == report.main
     shards = open_shards(tmp_path / "out")
@@ -639,7 +675,12 @@ def test_progress_is_reported(tmp_path, tokenizer, many):
     """The rows grow to all of them, then buffers are written of a known total."""
     seen = []
     report = pack_dataset(
-        many, tokenizer=tokenizer, out=tmp_path / "out", capacity=600, on_progress=seen.append, workers=2
+        many,
+        tokenizer=tokenizer,
+        out=tmp_path / "out",
+        options=PackOptions(capacity=600),
+        on_progress=seen.append,
+        workers=2,
     )
     reading = [at.done for at in seen if at.stage == "reading"]
     assert reading == sorted(reading)

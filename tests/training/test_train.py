@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_shards import CAPACITY, VOCABULARY, examples, held_out_loss, some_shards, write_shards
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
-from packing import pack_dataset
+from packing import PackOptions, pack_dataset
 from packing.example import make_example
 from packing.sample import CHATS, TOKENIZER
 from packing.shards import open_shards
@@ -241,7 +241,12 @@ def test_bad_data_is_refused(
 
 def test_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
     """What `pack_dataset` writes says how many words the tokenizer has; both parts are checked with it."""
-    pack_dataset(CHATS, tokenizer=TOKENIZER, out=tmp_path / "packed", capacity=2048, eval_fraction=0.1)
+    pack_dataset(
+        CHATS,
+        tokenizer=TOKENIZER,
+        out=tmp_path / "packed",
+        options=PackOptions(capacity=2048, eval_fraction=0.1),
+    )
     for part in (None, "eval"):
         data = TrainingData(str(tmp_path / "packed"), part=part, rank=0, world_size=1)
         assert data._words == data.vocabulary == 1019
