@@ -369,13 +369,14 @@ def _planned(lengths: NDArray[np.int32], *, options: PackOptions) -> Plan:
 
 
 def _fingerprint(encode: RowEncoder, *, sources: Sequence[Source]) -> dict[str, Any]:
-    """What decides the bytes; the capacity stands beside it in the manifest."""
-    decisive = ("overflow", "algorithm", "seed", "eval_fraction")
+    """What decides the bytes: each option of packing but two."""
+    # The capacity stands beside this in the manifest; max_rejects decides whether there are bytes, not which.
+    apart = ("capacity", "max_rejects")
     return {
         "inputs": [dict(source.identity()) for source in sources],
         "formats": asdict(encode.formats),
         "chat": dict(encode.encoder.fingerprint()),
-        **{name: getattr(encode.options, name) for name in decisive},
+        **{name: value for name, value in asdict(encode.options).items() if name not in apart},
     }
 
 

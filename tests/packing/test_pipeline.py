@@ -299,6 +299,20 @@ def test_whatever_decides_the_bytes_is_in_the_fingerprint(tmp_path, tokenizer, c
     assert open_shards(tmp_path / "a").fingerprint != open_shards(tmp_path / "b").fingerprint
 
 
+def test_a_new_option_is_in_the_fingerprint(tmp_path, tokenizer):
+    """Nobody has to remember it: all options are, but for two that are named."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class More(PackOptions):
+        more: int = 5
+
+    one = write(tmp_path / "one.jsonl", [chat("a", "b")])
+    pack_dataset([one], tokenizer=tokenizer, out=tmp_path / "out", options=More())
+    fingerprint = open_shards(tmp_path / "out").manifest["fingerprint"]
+    assert fingerprint["more"] == 5
+    assert set(fingerprint) == {"inputs", "formats", "chat", "more", *DECISIVE} - {"capacity"}
+
+
 def test_the_fingerprint_covers_the_content_of_inputs(tmp_path, tokenizer):
     """Another byte in a file gives another fingerprint, though the tokens are the same."""
     for name, space in (("a", ""), ("b", " ")):
