@@ -234,7 +234,7 @@ class _Job:
                 )
                 if self.workers > 1 and accounting.rows == chunk.rows:
                     # The workers are busy now, and the import behind a first plan takes 0.4 s.
-                    plan_bins([], capacity=options.capacity, algorithm=options.algorithm)
+                    _planned(np.empty(0, np.int32), options=options)
             clock.lap("rows")
             _check_rows(accounting, max_rejects=options.max_rejects, inputs=encode.inputs)
             fingerprint()
@@ -269,7 +269,7 @@ class _Job:
         self, part: StoredPart, *, writer: PartWriter, inputs: Sequence[str], clock: Clock
     ) -> PartReport:
         """Plans on the lengths, then moves the tokens, once."""
-        plan = _planned(part.lengths, options=self.options)
+        plan = _planned(part.examples["length"], options=self.options)
         clock.lap("plan")
         for number in range(len(plan)):
             if number % BUFFERS_PER_REPORT == 0:

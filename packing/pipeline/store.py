@@ -152,11 +152,6 @@ class StoredPart:
     def __len__(self) -> int:
         return self.examples.size
 
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        """int32[n]: tokens of each example."""
-        return np.ascontiguousarray(self.examples["length"])
-
     def buffer(self, numbers: NDArray[np.int64]) -> PackedBuffer:
         """The examples of these numbers side by side."""
         lengths = self.examples["length"][numbers]
