@@ -150,6 +150,7 @@ def pack(words: Sequence[str]) -> int:
         raise OptionError("pack needs --out DIR, or --dry-run N to write nothing")
     from packing.pipeline import pack_dataset
 
+    options = _packing_options(arguments)
     with _unwound_by_sigterm(), _shown_rejects(words), _progress(sys.stderr.isatty()) as on_progress:
         _leave_out_torch()
         report = pack_dataset(
@@ -158,7 +159,7 @@ def pack(words: Sequence[str]) -> int:
             workers=arguments.workers,
             force=arguments.force,
             on_progress=on_progress,
-            **_packing_options(arguments),
+            **options,
         )
     result = dataclasses.asdict(report)
     if arguments.json:
@@ -179,9 +180,9 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     from packing.chat import load_tokenizer
     from packing.pipeline import preview
 
+    options = _packing_options(arguments)
     _leave_out_torch()
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    options = {**_packing_options(arguments), "tokenizer": tokenizer}
+    options["tokenizer"] = tokenizer = load_tokenizer(arguments.tokenizer)
     found = preview(arguments.inputs, rows=arguments.dry_run, **options)
     result = report.preview_as_json(found)
     if arguments.json:
@@ -214,6 +215,7 @@ def bench(words: Sequence[str]) -> int:
     from packing import report as reports
     from packing.pipeline import pack_dataset
 
+    options = _packing_options(arguments)
     with (
         _unwound_by_sigterm(),
         _shown_rejects(words),
@@ -225,7 +227,7 @@ def bench(words: Sequence[str]) -> int:
             arguments.inputs,
             out=Path(folder, "bench"),
             on_progress=on_progress,
-            **_packing_options(arguments),
+            **options,
         )
     result = reports.bench(report)
     if arguments.json:
@@ -361,11 +363,12 @@ def template(words: Sequence[str]) -> int:
     from packing.chat import audit, load_tokenizer
     from packing.pipeline import first_conversations
 
+    options = _options(ChatOptions, arguments)
     _leave_out_torch()
     tokenizer = load_tokenizer(arguments.tokenizer)
     found = audit(
         tokenizer,
-        options=_options(ChatOptions, arguments),
+        options=options,
         conversations=first_conversations(arguments.data, rows=AUDITED_ROWS) if arguments.data else (),
     )
     if arguments.json:

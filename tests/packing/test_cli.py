@@ -761,6 +761,24 @@ def test_the_command_packs_without_torch(tmp_path, call, seen, loaded):
     assert found.stdout.splitlines()[-1] == f"{seen} {loaded}"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        pack_words(CHATS, "out", "--capacity", 0),
+        pack_words(CHATS, "out", "--capacity", 0, "--dry-run", 1),
+        ("bench", CHATS, "--tokenizer", TOKENIZER, "--capacity", 0),
+        ("template", TOKENIZER, "--turns", "expand", "--train-on", "all"),
+    ],
+    ids=["pack", "dry run", "bench", "template"],
+)
+def test_a_wrong_option_waits_for_no_import(padfree, monkeypatch, words):
+    """It is told before the second that the import of transformers takes."""
+    monkeypatch.setattr(cli, "_leave_out_torch", lambda: pytest.fail("imports transformers"))
+    status, _, err = padfree(*words)
+    assert status == 2
+    assert is_one_line(err)
+
+
 def test_verbs_of_the_training_side_are_there():
     """A verb that lives in another package has a module of that name with a `main`."""
     for module in cli.MODULES.values():
