@@ -745,20 +745,36 @@ def test_help_imports_nothing_heavy():
     assert found.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize(
-    ("call", "seen", "loaded"), [("main()", False, set()), ("main(sys.argv[1:])", True, {"torch"})]
-)
-def test_the_command_packs_without_torch(tmp_path, call, seen, loaded):
-    """The command itself loads neither torch nor pandas; in a process that goes on, it hides no torch."""
+def loaded_by(call, words):
+    """Whether transformers finds torch after a call of `main`, and what that imported of torch and pandas."""
     code = (
         f"import sys; from packing.cli import main; assert {call} == 0; "
         "loaded = {'torch', 'pandas'} & set(sys.modules); "
         "from transformers.utils import is_torch_available; import torch; "
         "print(is_torch_available(), loaded)"
     )
-    words = [sys.executable, "-c", code, *map(str, pack_words(CHATS, tmp_path / "out"))]
-    found = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[-1] == f"{seen} {loaded}"
+    command = [sys.executable, "-c", code, *map(str, words)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return found.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("verb", ["pack", "dry run", "bench", "inspect", "template"])
+def test_the_command_loads_no_torch(tmp_path, packed, verb):
+    """No verb that needs a tokenizer loads torch, nor pandas but where pyarrow does to read a shard."""
+    words = {
+        "pack": pack_words(CHATS, tmp_path / "out"),
+        "dry run": ("pack", CHATS, "--tokenizer", TOKENIZER, "--dry-run", 5),
+        "bench": ("bench", CHATS, "--tokenizer", TOKENIZER),
+        "inspect": ("inspect", packed, "--example", 0),
+        "template": ("template", TOKENIZER),
+    }
+    loaded = "{'pandas'}" if verb == "inspect" else "set()"
+    assert loaded_by("main()", words[verb]) == f"False {loaded}"
+
+
+def test_a_process_that_goes_on_keeps_its_torch(tmp_path):
+    """Called from Python with words, the command hides no torch from what is imported then or later."""
+    assert loaded_by("main(sys.argv[1:])", pack_words(CHATS, tmp_path / "out")) == "True {'torch'}"
 
 
 @pytest.mark.parametrize(
