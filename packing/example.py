@@ -53,10 +53,10 @@ class Note(StrEnum):
 
     # As a conversation became tokens
     CALL_ID_ADDED = "tool_call_id_added"  # the template demands ids, the calls had none
-    EMPTY_TURN = "empty_turn_not_trained"
+    EMPTY_TURN = "empty_turn_not_trained"  # only an assistant's frame is printed: empty, or all dropped
     MARK_EXTENDED = "generation_mark_extended_to_end_token"
     NO_END = "no_end_token_trained"  # the template marks turns, and prints nothing that ends them
-    REASONING_DROPPED = "reasoning_dropped_by_template"  # once a turn
+    REASONING_DROPPED = "reasoning_dropped_by_template"  # noted once a turn, counted once a row
     SPACE_CUT = "white_space_behind_eos_cut"  # of plain text
     SYSTEM_MOVED = "system_moved_by_template"  # a later system text stands elsewhere in the render
     THINK_BLOCK = "think_block_moved_to_reasoning"  # an inline block became `reasoning_content`
