@@ -10,7 +10,6 @@ right; `tokenizer` loads.
 from packing.chat.audit import Audit, Finding, audit
 from packing.chat.encode import ENCODING_VERSION, ChatEncoder, ChatOptions, EncodersDiffer, encode_chat
 from packing.chat.tokenizer import load_tokenizer, tokenizer_digest
-from packing.example import Note
 
 __all__ = [
     "ENCODING_VERSION",
@@ -19,7 +18,6 @@ __all__ = [
     "ChatOptions",
     "EncodersDiffer",
     "Finding",
-    "Note",
     "audit",
     "encode_chat",
     "load_tokenizer",

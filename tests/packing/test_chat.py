@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from packing.chat import ChatEncoder, ChatOptions, Note, encode_chat, load_tokenizer, tokenizer_digest
+from packing.chat import ChatEncoder, ChatOptions, encode_chat, load_tokenizer, tokenizer_digest
 from packing.chat.tokenizer import difference
 from packing.errors import InputError, OptionError, Reason, RowRejected, TemplateError
-from packing.example import IGNORE_INDEX, Conversation, make_example
+from packing.example import IGNORE_INDEX, Conversation, Note, make_example
 from packing.sample import TOKENIZER
 
 T = {path.stem: path.read_text("utf-8") for path in Path(__file__).with_name("templates").glob("*.jinja")}

@@ -17,7 +17,6 @@ from packing.chat import (
     ChatEncoder,
     ChatOptions,
     EncodersDiffer,
-    Note,
     bpe,
     encode,
     load_tokenizer,
@@ -26,7 +25,7 @@ from packing.chat import (
 )
 from packing.chat.tokenizer import digest_of, plain_backend, tokenizer_digest, tokenizer_json
 from packing.errors import OptionError, RowRejected
-from packing.example import Conversation
+from packing.example import Conversation, Note
 from packing.pipeline import PackOptions, pack_dataset
 from packing.sample import CHATS, TOKENIZER
 

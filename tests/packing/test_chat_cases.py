@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packing.chat import ChatEncoder, ChatOptions, Note, audit, encode_chat, load_tokenizer
+from packing.chat import ChatEncoder, ChatOptions, audit, encode_chat, load_tokenizer
 from packing.errors import Reason, RowRejected, TemplateError
-from packing.example import IGNORE_INDEX, Conversation, fit
+from packing.example import IGNORE_INDEX, Conversation, Note, fit
 from packing.sample import TOKENIZER
 
 T = {path.stem: path.read_text("utf-8") for path in Path(__file__).with_name("templates").glob("*.jinja")}

@@ -11,13 +11,13 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from packing.chat import ChatEncoder, ChatOptions, Note, encode_chat, load_tokenizer
+from packing.chat import ChatEncoder, ChatOptions, encode_chat, load_tokenizer
 from packing.chat.calibrate import calibrate
 from packing.chat.dialect import adapt
 from packing.chat.spans import find_turns
 from packing.chat.template import RENDER_ERRORS, ChatTemplate
 from packing.errors import RowRejected
-from packing.example import IGNORE_INDEX, Conversation
+from packing.example import IGNORE_INDEX, Conversation, Note
 from packing.messages import read_message, read_tools
 from packing.sample import TOKENIZER
 
