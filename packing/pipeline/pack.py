@@ -290,7 +290,9 @@ def preview(
     formats: FormatOptions | None = None,
     chat: ChatOptions | None = None,
 ) -> Preview:
-    """What `pack_dataset` would do with the first rows of each input; nothing is written or held out.
+    """What `pack_dataset` would do with the first rows of each input.
+
+    Nothing is written or held out, and no number of rejects stops it.
 
     Args:
         rows: How many of each input.

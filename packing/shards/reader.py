@@ -83,7 +83,7 @@ def _page_by_page(data: pa.Buffer) -> Iterator[None]:
     Finding a shard's record batches takes a page here and there. With what the system reads around each, up
     to 8 MiB, that was the whole shard: 0.2 s for a first batch from a cold disk, 0.03 s since.
     """
-    # Python's own mmap has madvise, and keeps a file open for each map.
+    # Python's own mmap has madvise, and before 3.13 keeps a file open for each map.
     advise = partial(ctypes.CDLL(None).madvise, ctypes.c_void_p(data.address), ctypes.c_size_t(data.size))
     advise(mmap.MADV_RANDOM)
     try:
