@@ -187,7 +187,7 @@ def _data(outcomes: Sequence[list[Example] | RowRejected]) -> Finding:
         note
         for outcome in outcomes
         if isinstance(outcome, list)
-        for note in {note for example in outcome for note in example.notes}
+        for note in sorted({note for example in outcome for note in example.notes})
     )
     counts = [f"{name}: {count}" for name, count in (*rejected.most_common(), *notes.most_common())]
     return Finding(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from packing.arrow import numbers
 from packing.atomic import interrupted
 from packing.boundaries import starts
 from packing.buffer import PackedBuffer
@@ -62,13 +63,13 @@ def _views(path: Path, data: Any) -> list[_Rows]:
                 raise ShardError(f"{path}: not the columns of a shard: {stream.schema}")
             for number, batch in enumerate(stream):
                 batch.validate(full=True)
-                ids, labels, lengths, numbers = batch.columns
-                if not (ids.offsets.equals(labels.offsets) and lengths.offsets.equals(numbers.offsets)):
+                ids, labels, lengths, examples = batch.columns
+                if not (ids.offsets.equals(labels.offsets) and lengths.offsets.equals(examples.offsets)):
                     raise ShardError(f"{path}, record batch {number}: columns of different lengths")
                 batches.append(
                     _Rows(
-                        *(array.to_numpy() for array in (ids.offsets, ids.values, labels.values)),
-                        *(array.to_numpy() for array in (lengths.offsets, lengths.values, numbers.values)),
+                        *map(numbers, (ids.offsets, ids.values, labels.values)),
+                        *map(numbers, (lengths.offsets, lengths.values, examples.values)),
                     )
                 )
     except pa.ArrowException as error:
@@ -294,7 +295,7 @@ class ShardSet:
         if EXAMPLES not in self.manifest["files"]:
             return {}
         table = self._examples
-        at = int(np.searchsorted(table.column("example").to_numpy(), number))
+        at = int(np.searchsorted(numbers(table.column("example").combine_chunks()), number))
         rows: list[dict[str, Any]] = table.slice(at, 1).to_pylist()
         return rows[0] if rows and rows[0]["example"] == number else {}
 
