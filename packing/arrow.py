@@ -40,5 +40,7 @@ def numbers(values: pa.Array) -> NDArray[Any]:
     if values.null_count:
         raise pa.ArrowInvalid(f"{values.null_count} of {len(values)} numbers are null")
     dtype = np.dtype(str(values.type))
-    data = values.buffers()[1] if len(values) else b""
+    if not len(values):
+        return np.empty(0, dtype)
+    data = memoryview(values.buffers()[1]).toreadonly()
     return np.frombuffer(data, dtype, count=len(values), offset=values.offset * dtype.itemsize)
