@@ -760,7 +760,7 @@ def loaded_by(call, words):
 
 @pytest.mark.parametrize("verb", ["pack", "dry run", "bench", "inspect", "template"])
 def test_the_command_loads_no_torch(tmp_path, packed, verb):
-    """No verb that needs a tokenizer loads torch, nor pandas but where pyarrow does to read a Parquet file."""
+    """No verb with a tokenizer loads torch, nor pandas but where pyarrow does to read a Parquet file."""
     words = {
         "pack": pack_words(CHATS, tmp_path / "out"),
         "dry run": ("pack", CHATS, "--tokenizer", TOKENIZER, "--dry-run", 5),
