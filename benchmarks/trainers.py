@@ -171,7 +171,8 @@ def run_example(name: str, *argv: Path | str, bound: bool = True) -> Run:
     Args:
         name: Of the script.
         argv: Its arguments.
-        bound: False makes `training.kernels.bind` do nothing, as if the script did not call it.
+        bound: False makes `training.kernels.bind` do nothing, as if the script did not call it, and
+            `check_trainer` not ask for it.
     """
     printed = io.StringIO()
     with contextlib.ExitStack() as stack:
@@ -180,6 +181,7 @@ def run_example(name: str, *argv: Path | str, bound: bool = True) -> Run:
         stack.enter_context(contextlib.redirect_stdout(printed))
         if not bound:
             stack.enter_context(mock.patch("training.kernels.bind", lambda model: model))
+            stack.enter_context(mock.patch("packing.trainers._bound", return_value=True))
         scope = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     history = getattr(getattr(scope.get("trainer"), "state", None), "log_history", None)
     if history is None:
@@ -403,11 +405,13 @@ def run_trl(shards: Path, model: Path, out: Path, *, check: bool, **settings: An
     from trl import SFTConfig, SFTTrainer
 
     from packing.trainers import check_trainer
+    from training.kernels import bind
 
     common = {"max_steps": 1, "save_strategy": "no", "logging_steps": 1, "report_to": [], "bf16": False}
+    stock = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with listening() as heard:
         trainer = SFTTrainer(
-            transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            bind(stock) if check else stock,
             SFTConfig(str(out), per_device_train_batch_size=1, **common, **settings),
             train_dataset=load_from_disk(str(shards)),
             processing_class=transformers.AutoTokenizer.from_pretrained(model),

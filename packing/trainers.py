@@ -8,6 +8,7 @@ What a trainer may do to a packed batch, and what becomes of it (refused: by `ch
 
     drop the column seq_lengths                 `collate` refuses a row without it
     add an attention mask                       refused, and by a bound model too
+    take a model that is not bound              refused
     use a cache                                 `collate` says use_cache=False, TRL does too
     pack the buffers again, or cut them         refused
     cut batches apart (dispatch_batches)        refused
@@ -101,6 +102,20 @@ def _problems(trainer: Any) -> Iterator[str]:
             "compute_metrics makes evaluation gather the logits of all tokens, tokens × vocabulary floats: "
             "give preprocess_logits_for_metrics too, or leave compute_metrics out"
         )
+    if not _bound(trainer.model):
+        yield (
+            "its model is not bound, so nothing sees to it that its layers keep to the boundaries: give it "
+            "training.kernels.bind(model)"
+        )
+
+
+def _bound(model: Any) -> bool:
+    """Whether the check of a binding is in the model, or in one that adapters were put around."""
+    return any(
+        type(hook).__module__ == "training.kernels.binding"
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    )
 
 
 def _collator(trainer: Any) -> Iterator[str]:

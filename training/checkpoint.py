@@ -167,7 +167,7 @@ def _writing_tensors(partial: Path) -> Iterator[None]:
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise OutputError(
-                f"{partial}: rank {rank} can't write: {one_line(cause)}; the checkpoint before is whole"
+                f"{partial}: rank {rank} can't write: {one_line(cause)}; checkpoints before it are whole"
             ) from error
 
 
@@ -222,6 +222,11 @@ def choose(directory: Path, *, resume: bool, restarted: bool, world: World) -> P
         raise ResumeError(f"{directory} holds no run to go on with: check run.dir, or start without --resume")
     if seen and not (resume or again):
         raise OutputError(f"{directory} holds a run already: go on with --resume, or choose another run.dir")
+    if not step and (resume or again) and world.chief:
+        print(
+            f"{directory} holds no checkpoint: beginning at step 0 (checkpoint.every saves more often)",
+            flush=True,
+        )
     if not step or not (resume or again):
         return None
     chosen = directory / FOLDER / _NAME.format(int(step))

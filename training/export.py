@@ -96,7 +96,7 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
 
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     files = _Files(beside, cast=cast)
-    original = {file: tensor_sizes(file) for file in sorted(began.glob("*.safetensors"))}
+    original = {file: tensor_sizes(file) for file in _weight_files(began)}
     known = {name for sizes in original.values() for name in sizes}
     trained = {name: size for name, size in checkpoint.model_sizes(place).items() if name not in tied}
     names = {name: _first_name(name, known) for name in trained}
@@ -108,6 +108,15 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
             for group in _groups({name: size for name, size in sizes.items() if name not in taken}):
                 files.add({name: stored.get_tensor(name) for name in group})
     return files.finish()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that transformers reads: the index's, or the one; others may hold a model in another form."""
+    index, one = folder / INDEX, folder / "model.safetensors"
+    if index.exists():
+        names = json.loads(index.read_text("utf-8"))["weight_map"].values()
+        return [folder / name for name in sorted({*names})]
+    return [one] if one.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def _write_adapter(

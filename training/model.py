@@ -6,7 +6,7 @@ import fnmatch
 import itertools
 import re
 import zlib
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types whose numbers are the weights themselves."""
+_ROWS = 4096  # of a matrix that are read at once
 _QUANTIZED = "the weights are quantized, and training takes plain ones: give the model's bf16 weights"
 
 
@@ -75,6 +76,12 @@ def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
                 f"{place}: its weights are quantized ({key}: {method}), and training takes plain ones: "
                 "give the model's bf16 weights, or write such with transformers' dequantize()"
             )
+    if config.tie_word_embeddings != text.tie_word_embeddings:
+        raise InputError(
+            f"{place}: tie_word_embeddings is {config.tie_word_embeddings} for the model and "
+            f"{text.tie_word_embeddings} for its text part, so classes disagree on whether it has a head of "
+            "its own: make config.json say the same in both places, as the weights are"
+        )
     return text
 
 
@@ -213,31 +220,55 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
+def _equal(places: Mapping[str, Path], one: str, other: str) -> bool:
+    """Whether two stored matrices are the same numbers; read in parts."""
+    with (
+        safe_open(places[one], framework="pt") as first,
+        safe_open(places[other], framework="pt") as second,
+    ):
+        rows, others = first.get_slice(one), second.get_slice(other)
+        if rows.get_shape() != others.get_shape():
+            return False
+        return all(
+            torch.equal(rows[start : start + _ROWS], others[start : start + _ROWS])
+            for start in range(0, rows.get_shape()[0], _ROWS)
+        )
+
+
 def load_weights(model: PreTrainedModel, directory: str) -> None:
     """Reads safetensors straight into the shards: each rank reads its own slices alone.
 
     Raises:
-        InputError: no safetensors, damaged ones, a parameter that they do not hold in that shape, or one
-            whose numbers are not the weight itself: quantized, scaled or with a bias that the model has not.
+        InputError: no safetensors, damaged ones, a name in two of them, tied parameters that differ, a
+            parameter that they do not hold in that shape, or one whose numbers are not the weight itself:
+            quantized, scaled or with a bias that the model has not.
     """
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise InputError(f"{directory}: no *.safetensors files to load weights from")
     types: dict[str, str] = {}
+    places: dict[str, Path] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:  # reads the header, and the length against it
-                types |= {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+                here = {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise InputError(f"{file}: damaged or cut off: {error}; download it again") from error
+        if twice := sorted(types.keys() & here):
+            raise InputError(
+                f"{directory}: {twice[0]} is in {places[twice[0]].name} and in {file.name}: take away the "
+                "file that does not belong to the model"
+            )
+        types |= here
+        places |= dict.fromkeys(here, file)
     # Types that torch's reader has no name for, as F4 and F8_E8M0, would end it with a KeyError.
     if odd := [key for key, kind in types.items() if kind.startswith("F") and kind not in _PLAIN]:
         raise InputError(f"{directory}: {odd[0]} is stored as {types[odd[0]]}: {_QUANTIZED}")
     reader = HuggingFaceStorageReader(directory)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    tied = {name for name, tensor in model.named_parameters(remove_duplicate=False)} - {
-        name for name, tensor in model.named_parameters()
-    }
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    tied = {name: own_name(first[parameter]) for name, parameter in every if first[parameter] != name}
     wanted, missing = {}, []
     for full_name, tensor in model.state_dict().items():
         if is_adapter(full_name):
@@ -246,6 +277,15 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
         # Conditional-generation checkpoints keep the text model under another prefix.
         names = [name, name.replace("model.", "model.language_model.", 1)]
         found = next((key for key in names if key in stored), None)
+        if full_name in tied and found is not None:
+            one = tied[full_name]
+            names = [one, one.replace("model.", "model.language_model.", 1)]
+            other = next((key for key in names if key in stored), None)
+            if other is not None and not _equal(places, found, other):
+                raise InputError(
+                    f"{directory}: {found} and {other} are tied by config.json, and differ in the "
+                    "safetensors: set tie_word_embeddings to false there, or take one of them out"
+                )
         if found is not None:
             if stored[found].size != tensor.size():
                 raise InputError(

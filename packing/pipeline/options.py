@@ -38,6 +38,12 @@ class PackOptions:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        for name in ("capacity", "seed", "eval_fraction", "max_rejects"):
+            kinds = (int,) if name in ("capacity", "seed") else (int, float)
+            if type(value := getattr(self, name)) not in kinds:  # True is no 1, and is hashed as another
+                raise OptionError(
+                    f"{name} {value!r} is of type {type(value).__name__}: give {kinds[-1].__name__}"
+                )
         check_options(capacity=self.capacity, algorithm=self.algorithm, seed=self.seed)
         if not 0 <= self.eval_fraction < 1:
             raise OptionError(

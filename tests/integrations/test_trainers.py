@@ -165,7 +165,7 @@ def test_trl_with_a_max_length_is_refused_by_name(data: Any) -> None:
 
     def make(max_length: int | None) -> Any:
         return SFTTrainer(
-            transformers.AutoModelForCausalLM.from_pretrained(data.dense),
+            bind(transformers.AutoModelForCausalLM.from_pretrained(data.dense)),
             SFTConfig(
                 str(data.folder / "max_length"),
                 max_length=max_length,
@@ -202,7 +202,7 @@ def test_a_bound_model_refuses_trl_s_mask(trainers: ModuleType, data: Any) -> No
 def make_trainer(data: Any) -> Callable[..., transformers.Trainer]:
     """A transformers.Trainer on the shards; arguments replace its own."""
 
-    def make(**more: Any) -> transformers.Trainer:
+    def make(*, bound: bool = True, **more: Any) -> transformers.Trainer:
         args = {
             "use_cpu": True,
             "report_to": [],
@@ -213,13 +213,16 @@ def make_trainer(data: Any) -> Callable[..., transformers.Trainer]:
         kept: dict[str, Any] = {"train_dataset": PackedDataset(data.shards), "data_collator": collate, **more}
         model = transformers.AutoModelForCausalLM.from_pretrained(data.dense)
         return transformers.Trainer(
-            model, transformers.TrainingArguments(str(data.folder / "trap"), **args), **kept
+            bind(model) if bound else model,
+            transformers.TrainingArguments(str(data.folder / "trap"), **args),
+            **kept,
         )
 
     return make
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unbound": ({"bound": False}, "its model is not bound"),
     "dispatch_batches": (
         {"args": {"accelerator_config": {"dispatch_batches": True}}},
         "dispatch_batches=True",

@@ -106,6 +106,7 @@ def test_a_conditional_generation_checkpoint_keeps_what_training_left_alone(tmp_
     model.save_pretrained(start)
     tensors = load_file(start / "model.safetensors") | {"mtp.fc.weight": torch.full((2, 2), 7.0)}
     save_file(tensors, start / "model.safetensors", metadata={"format": "pt"})
+    save_file({"norm.weight": torch.ones(2)}, start / "consolidated.safetensors")  # another form of it
     for name in ("generation_config.json", "chat_template.jinja", "tokenizer_config.json"):
         (start / name).write_text("{}")
     run = trained(tmp_path, f"model.weights={start}")

@@ -347,6 +347,39 @@ def test_bad_model_is_refused(
     refused(words("model.loss=liger"), capsys, "model.loss=plain")
 
 
+def test_weights_of_two_models_are_refused(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name in two files, a stored head unlike the embedding it is tied to, and a config of two minds."""
+    place = tmp_path / "weights"
+    Qwen3ForCausalLM(tiny_qwen3(tie_word_embeddings=True)).save_pretrained(place)
+    here = (f"model.weights={place}", "model.config=", "schedule.steps=1")
+    stored = load_file(place / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"]
+    for change in (0.0, 1.0):
+        save_file(
+            stored | {"lm_head.weight": embedding + change},
+            place / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        if change:
+            refused(words(*here), capsys, "lm_head.weight and model.embed_tokens.weight are tied", "differ")
+        else:
+            assert main(words(*here, run="same")) == 0
+    save_file(stored, place / "model.safetensors", metadata={"format": "pt"})
+    save_file({"model.norm.weight": torch.zeros(32)}, place / "old.safetensors", metadata={"format": "pt"})
+    refused(words(*here), capsys, "model.norm.weight is in model.safetensors and in old.safetensors")
+    two = {
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": False,
+        "text_config": {"tie_word_embeddings": True},
+    }
+    (tmp_path / "two.json").write_text(json.dumps(two))
+    refused(
+        words(f"model.config={tmp_path / 'two.json'}"), capsys, "False for the model and True for its text"
+    )
+
+
 def test_weights_that_are_not_plain_numbers_are_refused(
     words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
