@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from packing.arrow import column, texts
 from packing.atomic import writing
-from packing.boundaries import cu_seqlens
+from packing.boundaries import cu_seqlens, starts
 from packing.buffer import PackedBuffer
 from packing.example import IGNORE_INDEX
 
@@ -122,15 +122,14 @@ class ExampleStore:
 
     def part(self, *, held_out: bool) -> StoredPart:
         """The examples of the eval part, or of the main one; they are numbered from 0 in input order."""
-        examples, starts = [np.empty(0, EXAMPLE)], [np.empty(0, np.int64)]
+        examples, places = [np.empty(0, EXAMPLE)], [np.empty(0, np.int64)]
         for start, chunk in self._chunks:
-            lengths = chunk["length"].astype(np.int64)
             chosen = chunk["held_out"] == held_out
             examples.append(chunk[chosen])
-            starts.append((start + np.cumsum(lengths) - lengths)[chosen])
+            places.append((start + starts(chunk["length"]))[chosen])
         return StoredPart(
             examples=np.concatenate(examples),
-            starts=np.concatenate(starts),
+            starts=np.concatenate(places),
             descriptor=self.tokens.descriptor,
         )
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from packing.arrow import numbers
 from packing.buffer import check_buffer
 from packing.errors import ShardError
 from packing.shards.manifest import EXAMPLES, MANIFEST, RUN, count, no_contents, unseal
@@ -47,7 +46,7 @@ def verify(directory: str | Path) -> None:
     if (twice := np.flatnonzero(ids[1:] == ids[:-1])).size:
         raise ShardError(f"{shards.path} holds example {ids[twice[0]]} more than once")
     if EXAMPLES in shards.manifest["files"]:
-        rows = numbers(shards.examples().column("example").combine_chunks())
+        rows = shards.examples().column("example").to_numpy()
         if not np.array_equal(ids, rows):
             raise ShardError(
                 f"{shards.path / EXAMPLES} does not list the examples of the buffers, in their order"

@@ -295,7 +295,7 @@ class ShardSet:
         if EXAMPLES not in self.manifest["files"]:
             return {}
         table = self._examples
-        at = int(np.searchsorted(numbers(table.column("example").combine_chunks()), number))
+        at = int(np.searchsorted(table.column("example").to_numpy(), number))
         rows: list[dict[str, Any]] = table.slice(at, 1).to_pylist()
         return rows[0] if rows and rows[0]["example"] == number else {}
 
