@@ -586,10 +586,12 @@ def test_a_full_disk_is_one_line(padfree, tmp_path, monkeypatch, workers):
 
 @pytest.fixture(scope="module")
 def long_input(tmp_path_factory):
-    """Enough rows to be still at work when the test kills it."""
-    file = tmp_path_factory.mktemp("long") / "chats.jsonl"
-    file.write_bytes(CHATS.read_bytes() * 200)
-    return file
+    """Minutes of rows, to be still at work when the test kills it, on a machine that stalls too."""
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "0.jsonl").write_bytes(CHATS.read_bytes() * 100)
+    for number in range(1, 40):
+        os.link(folder / "0.jsonl", folder / f"{number}.jsonl")
+    return folder
 
 
 def test_the_module_is_the_command():
