@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from training.config import Optim, Schedule
 from training.errors import OptionError
@@ -82,7 +83,8 @@ def _step_on_shards(self: Any, closure: None = None) -> None:
     update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
     with torch._dynamo.utils.disable_cache_limit():
         for group in self.param_groups:
-            for parameter in group["params"]:
+            # A compiled update of each shape: dynamo looks through all of them, the one last used first.
+            for parameter in sorted(group["params"], key=lambda parameter: parameter.shape):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
@@ -108,7 +110,13 @@ def _step_on_shards(self: Any, closure: None = None) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part, in the same memory."""
+    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if is_traceable_wrapper_subclass(local):
+        # A sharded tensor holds a view of its part: torch.compile retraces it, and 8-bit tensors have none.
+        local = transform_subclass(local, lambda _, inner: inner)  # type: ignore[no-untyped-call]
+    part: Tensor = local
+    return part
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
