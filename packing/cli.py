@@ -1,7 +1,7 @@
 """The command `padfree`: one function a verb, each with its own parser; heavy imports are inside.
 
 Exit status: 0 ok; 1 a check failed (verify, template, doctor); 2 an error that the user can mend, one
-line of it on stderr; 130 after Ctrl-C.
+line of it on stderr; 130 after Ctrl-C; 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read us has seen enough. The interpreter flushes once more at its end: give it a place.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except _Terminated:
+        return _say("asked to stop (SIGTERM)", status=TERMINATED)
     except KeyboardInterrupt:
         return _say("interrupted", status=INTERRUPTED)
     except PadfreeError as error:
@@ -151,7 +153,7 @@ def pack(words: Sequence[str]) -> int:
     from packing.pipeline import pack_dataset
 
     options = _packing_options(arguments)
-    with _unwound_by_sigterm(), _shown_rejects(words), _progress(sys.stderr.isatty()) as on_progress:
+    with _unwound_by_signals(), _shown_rejects(words), _progress(sys.stderr.isatty()) as on_progress:
         _leave_out_torch()
         report = pack_dataset(
             arguments.inputs,
@@ -217,7 +219,7 @@ def bench(words: Sequence[str]) -> int:
 
     options = _packing_options(arguments)
     with (
-        _unwound_by_sigterm(),
+        _unwound_by_signals(),
         _shown_rejects(words),
         tempfile.TemporaryDirectory() as folder,
         _progress(sys.stderr.isatty()) as on_progress,
@@ -264,7 +266,7 @@ def import_(words: Sequence[str]) -> int:
     from packing import report
     from packing.importers import import_packed
 
-    with _unwound_by_sigterm():
+    with _unwound_by_signals():
         import_packed(arguments.inputs, out=arguments.out, capacity=arguments.capacity, force=arguments.force)
     result = report.stats(arguments.out)
     if arguments.json:
@@ -340,12 +342,13 @@ def unpack(words: Sequence[str]) -> int:
     if out.exists() and not arguments.force:
         raise OutputError(f"{out} exists: choose another name, or replace it with --force")
     partial = out.with_name(f".{out.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.writelines(lines)
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _unwound_by_signals():
+        try:
+            with partial.open("wb") as file:
+                file.writelines(lines)
+            partial.replace(out)
+        finally:
+            partial.unlink(missing_ok=True)
     return 0
 
 
@@ -598,18 +601,33 @@ def _progress(show: bool) -> Iterator[pipeline.OnProgress | None]:
         yield on_progress
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
 @contextlib.contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
-    """A polite kill unwinds the stack, so that what was begun is removed."""
+def _unwound_by_signals() -> Iterator[None]:
+    """Ctrl-C and a polite kill unwind the stack, so that what was begun is removed.
 
-    def unwind(*_: object) -> NoReturn:
-        raise SystemExit(TERMINATED)
+    Whatever else is raised after one came is a consequence: workers that got it too have died, and numba's
+    compiler makes a RuntimeError of an exception in its midst.
+    """
+    came: list[KeyboardInterrupt] = []
 
-    before = signal.signal(signal.SIGTERM, unwind)
+    def unwind(number: int, _: object) -> NoReturn:
+        came.append(_Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise came[0]
+
+    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
+    except Exception:
+        if came:
+            raise came[0] from None
+        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

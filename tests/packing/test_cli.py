@@ -17,7 +17,7 @@ import pytest
 from packing import cli
 from packing.buffer import build_buffer
 from packing.example import make_example
-from packing.pipeline import PackOptions, pack_dataset
+from packing.pipeline import PackOptions, pack_dataset, pool
 from packing.sample import CHATS, TOKENIZER
 from packing.shards import ShardWriter, open_shards
 
@@ -628,9 +628,18 @@ def wait_for(condition, *, seconds=60):
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)]
+    ("number", "group", "status", "says"),
+    [
+        (signal.SIGKILL, False, -9, ""),
+        (signal.SIGTERM, False, 143, "padfree: asked to stop (SIGTERM)\n"),
+        (signal.SIGTERM, True, 143, "padfree: asked to stop (SIGTERM)\n"),
+        (signal.SIGINT, True, 130, "padfree: interrupted\n"),  # as a terminal does
+    ],
+    ids=["SIGKILL", "SIGTERM", "SIGTERM to all", "Ctrl-C"],
 )
-def test_a_run_that_is_killed_leaves_nothing_that_looks_whole(tmp_path, long_input, number, status):
+def test_a_run_that_is_killed_leaves_nothing_that_looks_whole(
+    tmp_path, long_input, number, group, status, says
+):
     """Killed half-way, pack leaves no output and no worker; asked politely, nothing; the next run works."""
     words = [str(word) for word in pack_words(long_input, tmp_path / "out", "--workers", 2)]
     process = subprocess.Popen(
@@ -641,22 +650,47 @@ def test_a_run_that_is_killed_leaves_nothing_that_looks_whole(tmp_path, long_inp
         workers = descendants(process.pid)
         time.sleep(0.5)
         assert process.poll() is None, "the input is too short for this test"
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as a terminal does
+        if group:
+            os.killpg(process.pid, number)
         else:
             process.send_signal(number)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == status
-    assert out == ""
-    assert "Traceback" not in err
+    assert (out, err) == ("", says)
     assert not (tmp_path / "out").exists()
     wait_for(lambda: not any(map(alive, workers)), seconds=20)
     if number != signal.SIGKILL:
         assert os.listdir(tmp_path) == []
     assert cli.main([str(word) for word in pack_words(CHATS, tmp_path / "out", "--workers", 1)]) == 0
     assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "says"),
+    [
+        (signal.SIGTERM, 143, "padfree: asked to stop (SIGTERM)\n"),
+        (signal.SIGINT, 130, "padfree: interrupted\n"),
+    ],
+)
+def test_what_a_signal_brings_about_is_not_taken_for_a_fault(
+    padfree, tmp_path, monkeypatch, number, status, says
+):
+    """Workers that died of the signal too, or a compiler broken off by it: the line names the signal."""
+    from packing import pipeline
+
+    for consequence in (pool.WorkerDied("for lack of memory"), RuntimeError("no compiled object yet")):
+
+        def broken_off(*_, consequence=consequence, **__):
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            except KeyboardInterrupt:
+                raise consequence from None
+
+        monkeypatch.setattr(pipeline, "pack_dataset", broken_off)
+        assert padfree(*pack_words(CHATS, tmp_path / "out")) == (status, "", says)
 
 
 def test_a_closed_pipe_is_quiet(packed):
