@@ -216,8 +216,11 @@ def bench(words: Sequence[str]) -> int:
     arguments = _packing_parser("bench").parse_args(words)
     from packing import report as reports
     from packing.pipeline import pack_dataset
+    from packing.plan import plan_bins
 
     options = _packing_options(arguments)
+    # Once a process, and compiling once a machine: the time of importing libraries is not that of a stage.
+    plan_bins([1], capacity=arguments.capacity, algorithm=arguments.algorithm)
     with (
         _unwound_by_signals(),
         _shown_rejects(words),

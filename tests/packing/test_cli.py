@@ -222,6 +222,22 @@ def test_bench_gives_figures(padfree):
     assert found["encoder"]["examples"]
 
 
+def test_bench_takes_no_compiler_for_a_stage():
+    """Before the clock runs, numba is imported and the algorithm that will plan is compiled."""
+    code = """
+import sys
+from packing import cli, pipeline
+def looked(*_, **__):
+    bins = sys.modules.get("packing.bins")
+    print(bool(bins and bins._best_fit.signatures))
+    raise KeyboardInterrupt
+pipeline.pack_dataset = looked
+cli.main(["bench", *sys.argv[1:]])
+"""
+    command = [sys.executable, "-c", code, str(CHATS), "--tokenizer", str(TOKENIZER)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+
+
 def test_template_says_whether_training_is_right(padfree, tmp_path):
     """The audit is a table with the trained text of a conversation, or JSON; exit 1 where it is wrong."""
     status, out, err = padfree("template", TOKENIZER)
