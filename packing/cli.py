@@ -361,7 +361,13 @@ def template(words: Sequence[str]) -> int:
 
     parser = _Parser("template")
     parser.add_argument("tokenizer", metavar="TOKENIZER", help="a folder or a hub name")
-    parser.add_argument("--data", action="append", default=[], metavar="FILE", help="own rows to try it on")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"own rows to try it on, the first {AUDITED_ROWS:,} of each file",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _add_options(parser.add_argument_group("what is trained"), ChatOptions)
     arguments = parser.parse_args(words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import itertools
@@ -340,21 +339,26 @@ def preview(
     )
 
 
-def first_conversations(inputs: Sequence[str], *, rows: int) -> list[Conversation]:
-    """The conversations in the first rows of each input, without those that can't be read.
+def first_conversations(inputs: Sequence[str], *, rows: int) -> list[Conversation | RowRejected]:
+    """The conversations in the first rows of each input; for a row that is none, why.
 
     Raises:
-        InputError: an input that can't be read.
+        InputError: an input that can't be read, or no rows at all.
     """
-    found = []
+    found: list[Conversation | RowRejected] = []
     for source in open_sources(inputs, options=SourceOptions()):
         records = itertools.chain.from_iterable(
             chunk.records() for chunk in source.chunks(rows=ROWS_PER_CHUNK)
         )
         for _, _, record in itertools.islice(records, rows):
-            with contextlib.suppress(RowRejected):
-                if not isinstance(record, RowRejected):
-                    found.append(normalise(record, options=FormatOptions()))
+            try:
+                if isinstance(record, RowRejected):
+                    raise record
+                found.append(normalise(record, options=FormatOptions()))
+            except RowRejected as why:
+                found.append(why)
+    if not found:
+        raise InputError(f"there are no rows in {', '.join(inputs)}")
     return found
 
 

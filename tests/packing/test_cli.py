@@ -247,7 +247,8 @@ def test_template_says_whether_training_is_right(padfree, tmp_path):
     (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n{{\n{GOOD}\n")
     status, out, _ = padfree("template", TOKENIZER, "--data", tmp_path / "rows.jsonl")
     assert status == 0
-    assert "2 of 2" in out
+    assert "2 of 3" in out
+    assert "bad_json: 1" in out
     assert "⟦a<|im_end|>⟧" in out
     status, out, _ = padfree("template", TOKENIZER, "--json")
     assert json.loads(out)["right"] is True
@@ -255,6 +256,23 @@ def test_template_says_whether_training_is_right(padfree, tmp_path):
     status, out, _ = padfree("template", TOKENIZER, "--chat-template", tmp_path / "own.jinja", "--json")
     assert status == 1
     assert json.loads(out)["right"] is False
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "said"),
+    [
+        (f'{GOOD}\n{{\n\xff\n{{"messages": []}}\n', 0, ("1 of 4", "bad_json: 1", "bad_encoding: 1", "empty")),
+        ("{\n3\n", 1, ("0 of 2", "bad_json: 1", "bad_record: 1")),
+        ("\n", 2, ("there are no rows in rows.jsonl",)),
+    ],
+)
+def test_template_counts_every_row_of_one_s_own(padfree, tmp_path, monkeypatch, rows, status, said):
+    """Rows that are no conversation are counted by reason with those that the template refuses."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(rows, "latin-1")
+    found, out, err = padfree("template", TOKENIZER, "--data", "rows.jsonl")
+    assert found == status
+    assert all(words in out + err for words in said), out
 
 
 def test_shards_of_another_writer_can_be_looked_at(padfree, tmp_path):
