@@ -143,7 +143,7 @@ def pack(words: Sequence[str]) -> int:
         "--dry-run",
         type=int,
         metavar="N",
-        help="read N rows of each input, write nothing, show what would be packed",
+        help="read N rows of each input, write nothing, show what would be packed, or why not",
     )
     arguments = parser.parse_args(words)
     if arguments.dry_run is not None:
@@ -181,14 +181,25 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     from packing import report
     from packing.chat import load_tokenizer
     from packing.pipeline import preview
+    from packing.shards import check_out
 
     options = _packing_options(arguments)
+    if arguments.out is not None:
+        check_out(arguments.out, force=arguments.force)
     _leave_out_torch()
     options["tokenizer"] = tokenizer = load_tokenizer(arguments.tokenizer)
     found = preview(arguments.inputs, rows=arguments.dry_run, **options)
     result = report.preview_as_json(found)
     if arguments.json:
-        return _print_json(result)
+        _print_json(result)
+    else:
+        _show_preview(found, result=result, tokenizer=tokenizer)
+    return _say(found.refusal, status=USER_ERROR) if found.refusal else 0
+
+
+def _show_preview(found: pipeline.Preview, *, result: Mapping[str, Any], tokenizer: Any) -> None:
+    from packing import report
+
     console = _console()
     console.print(f"of the first {found.rows:,} rows of each input, nothing is written:\n")
     console.print(report.summary(result))
@@ -198,7 +209,6 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         console.print("\nthe first of them: ", report.legend(colour=_coloured(console)), "\n", sep="")
         text = report.marked(found.example, tokenizer=tokenizer, colour=_coloured(console))
         console.print(text, soft_wrap=True)
-    return 0
 
 
 @contextlib.contextmanager

@@ -64,8 +64,8 @@ class TemplateError(PadfreeError):
     """A tokenizer or chat template on which training would be wrong."""
 
 
-class TooManyRejects(PadfreeError):
-    """More rows were rejected than `--max-rejects` allows, of `rows` that were read."""
+class TooManyRejects(InputError):
+    """More rows were rejected than `--max-rejects` allows, or all, of `rows` that were read."""
 
     def __init__(self, message: str, *, rows: int) -> None:
         super().__init__(message)

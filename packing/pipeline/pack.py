@@ -101,6 +101,7 @@ class Preview:
         rows: How many were read of each input, at most.
         main: Planned and not written; there is no eval part in a preview.
         rejects: The rejected rows, as they would stand in rejects.jsonl.
+        refusal: Why `pack_dataset` would refuse these rows, had the inputs no others; "" if it would not.
         example: The first example that would be packed, or None.
     """
 
@@ -109,6 +110,7 @@ class Preview:
     main: PartReport
     accounting: Mapping[str, Any]
     rejects: Sequence[Mapping[str, Any]]
+    refusal: str
     example: Example | None
 
 
@@ -291,7 +293,7 @@ def preview(
 ) -> Preview:
     """What `pack_dataset` would do with the first rows of each input.
 
-    Nothing is written or held out, and no number of rejects stops it.
+    Nothing is written or held out, and no number of rejects stops it: `refusal` says what would.
 
     Args:
         rows: How many of each input.
@@ -329,12 +331,18 @@ def preview(
                 break
     table = np.concatenate(examples)
     plan = _planned(table["length"], options=options)
+    refusal = ""
+    try:
+        _check_rows(accounting, max_rejects=options.max_rejects, inputs=encode.inputs)
+    except InputError as error:
+        refusal = str(error)
     return Preview(
         rows=rows,
         main=_part_report(table, buffers=len(plan), capacity=options.capacity),
         capacity=options.capacity,
         accounting=accounting.as_json(),
         rejects=rejects,
+        refusal=refusal,
         example=first,
     )
 
@@ -451,7 +459,9 @@ def _check_rows(accounting: Accounting, *, max_rejects: float, inputs: Sequence[
             rows=accounting.rows,
         )
     if accounting.rejected == accounting.rows:
-        raise InputError(f"{counts}, so there is nothing to pack. The first: {first}")
+        raise TooManyRejects(
+            f"{counts}, so there is nothing to pack. The first: {first}", rows=accounting.rows
+        )
 
 
 def _check_parts(accounting: Accounting, *, eval_fraction: float) -> None:

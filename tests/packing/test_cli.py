@@ -187,7 +187,9 @@ def test_a_dry_run_shows_and_writes_nothing(padfree, tmp_path, monkeypatch):
     """Counts, rejected rows with their reason, and the trained text of the first example."""
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(f'{{"messages": []}}\n{GOOD}\n{GOOD}\n')
-    status, out, err = padfree("pack", "rows.jsonl", "--tokenizer", TOKENIZER, "--dry-run", 2)
+    status, out, err = padfree(
+        "pack", "rows.jsonl", "--tokenizer", TOKENIZER, "--dry-run", 2, "--max-rejects", 0.5
+    )
     assert (status, err) == (0, "")
     assert "rows.jsonl:1 empty_conversation" in out
     assert "⟦a<|im_end|>⟧" in out
@@ -437,22 +439,46 @@ def test_too_many_bad_rows_stop_the_run(padfree, tmp_path, kind):
     assert os.listdir(tmp_path) == ["rows.jsonl"]
 
 
+@pytest.mark.parametrize(("good", "allowed"), [(3, 0.1), (0, 1)], ids=["too many", "all"])
 @pytest.mark.parametrize("verb", ["pack", "bench"])
-def test_too_many_bad_rows_name_a_command_that_shows_them(padfree, tmp_path, verb):
+def test_too_many_bad_rows_name_a_command_that_shows_them(padfree, tmp_path, verb, good, allowed):
     """The line ends in a command that can be pasted, with the run's own options; it lists them all."""
     rows = tmp_path / "my rows.jsonl"
-    rows.write_text(f"{GOOD}\n" * 3 + "{\n" * 6, "utf-8")
+    rows.write_text(f"{GOOD}\n" * good + "{\n" * 6, "utf-8")
     more = ("--out", tmp_path / "out") if verb == "pack" else ()
-    status, _, err = padfree(verb, rows, "--tokenizer", TOKENIZER, "--capacity", 64, *more)
+    words = (rows, "--tokenizer", TOKENIZER, "--capacity", 64, "--max-rejects", allowed, *more)
+    status, _, err = padfree(verb, *words)
     assert status == 2
     assert is_one_line(err)
     command = shlex.split(err.partition("see more with: ")[2].removesuffix(" (--json has all)\n"))
     assert command[:2] == ["padfree", "pack"]
-    assert command[-2:] == ["--dry-run", "9"]
+    assert command[-2:] == ["--dry-run", str(good + 6)]
+    refusal = err.partition("; see more with: ")[0]
     status, out, err = padfree(*command[1:])
-    assert (status, err) == (0, "")
+    assert (status, err.strip()) == (2, refusal)
     assert out.count("rows.jsonl:") == 6
     assert "64 tokens" in out
+    assert len(json.loads(padfree(*command[1:], "--json")[1])["rejects"]) == 6
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_dry_run_refuses_what_the_run_would(padfree, tmp_path, force):
+    """An output that may not be replaced, too many rejects, all of them, no rows: pack's line and exit."""
+    (tmp_path / "there").mkdir()
+    files = {"some": f"{GOOD}\n{{\n", "all": "{\n", "none": "\n", "good": f"{GOOD}\n"}
+    for name, rows in files.items():
+        (tmp_path / name).write_text(rows)
+        words = pack_words(tmp_path / name, tmp_path / ("there" if name == "good" else "out"))
+        words = (*words, "--max-rejects", 1 if name == "all" else 0.1, *(["--force"] if force else []))
+        status, _, err = padfree(*words)
+        assert status == 2
+        found, _, said = padfree(*words, "--dry-run", 5)
+        assert (found, said.strip()) == (status, err.partition("; see more with: ")[0].strip()), name
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json").write_text("{}")
+    words = pack_words(tmp_path / "good", tmp_path / "out", "--dry-run", 5)
+    assert padfree(*words)[0] == 2
+    assert padfree(*words, "--force")[0] == 0
 
 
 def test_pack_says_what_it_counts(padfree, tmp_path):
