@@ -58,8 +58,13 @@ def check_trainer(trainer: Any) -> None:
 
     Raises:
         OptionError: the first setting that would let examples see each other, show buffers twice, weigh
-            tokens unequally or gather all logits; with the setting that is right.
+            tokens unequally or gather all logits; with the setting that is right. Or it is no trainer.
     """
+    if not (hasattr(trainer, "args") and hasattr(trainer, "data_collator")):
+        raise OptionError(
+            f"check_trainer takes a transformers.Trainer or a trl.SFTTrainer, not the "
+            f"{type(trainer).__name__} {' '.join(repr(trainer).split())[:60]}"
+        )
     if (problem := next(_problems(trainer), None)) is not None:
         raise OptionError(f"{type(trainer).__name__}: {problem}")
 

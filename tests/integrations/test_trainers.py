@@ -355,3 +355,12 @@ def test_check_trainer_knows_parallelism_that_cuts_sequences() -> None:
     )
     with pytest.raises(OptionError, match="cut sequences apart"):
         check_trainer(trainer)
+
+
+@pytest.mark.parametrize("given", ["out", None, transformers.Trainer], ids=repr)
+def test_what_is_no_trainer_is_refused_by_name(given: object) -> None:
+    """A folder, nothing or the class: a typed error that says what was given."""
+    with pytest.raises(
+        OptionError, match=rf"takes a transformers.Trainer .*, not the {type(given).__name__} "
+    ):
+        check_trainer(given)

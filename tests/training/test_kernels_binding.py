@@ -241,3 +241,23 @@ def test_every_mixing_function_is_looked_up_where_binding_puts_it() -> None:
     """The layer's forward reads its module's globals by name: binding rests on that, on each transformers."""
     names = inspect.unwrap(modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward).__code__.co_names
     assert {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"} <= set(names)
+
+
+@pytest.mark.parametrize("given", ["m", None, torch.nn.Linear, torch.nn.Linear(1, 1)], ids=repr)
+def test_what_is_no_model_is_refused_by_name(given: object) -> None:
+    """A model's name, its class or a layer in a model's place: a typed error that says what was given."""
+    model = tiny(FAMILY["Qwen3"])
+    calls = {
+        "bind": lambda: bind(given),
+        "unbind": lambda: unbind(given),
+        "describe": lambda: describe(given),
+        "handshake": lambda: handshake(given, batch_of()).__enter__(),
+        "isolation": lambda: proof.isolation(given, LENGTHS, replaced=0),
+        "alone": lambda: proof.alone(given, LENGTHS),
+        "difference": lambda: proof.difference(model, given, LENGTHS),
+    }
+    for call in calls.values():
+        with pytest.raises(
+            KernelError, match=rf"from_pretrained\(…\) returns it, not the {type(given).__name__} "
+        ):
+            call()
