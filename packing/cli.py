@@ -294,6 +294,7 @@ def inspect(words: Sequence[str]) -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--buffer", type=int, metavar="N", help="all examples of buffer N, from 0")
     which.add_argument("--example", type=int, metavar="N", help="example N, from 0 in the order of the input")
+    parser.add_argument("--ids", action="store_true", help="the token ids too, marked like the text")
     parser.add_argument("--tokenizer", metavar="DIR_OR_ID", help="where the one used for packing lies now")
     arguments = parser.parse_args(words)
     from packing import report
@@ -308,6 +309,7 @@ def inspect(words: Sequence[str]) -> int:
         tokenizer=tokenizer,
         buffer=arguments.buffer,
         example=arguments.example,
+        ids=arguments.ids,
         colour=_coloured(console),
     )
     for line in lines:

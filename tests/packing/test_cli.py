@@ -312,6 +312,23 @@ def test_inspect_marks_exactly_the_trained_text(padfree, packed):
         assert marked == tokenizer.decode(labels[labels >= 0])
 
 
+def test_inspect_shows_the_ids(padfree, packed):
+    """With --ids the line below an example's text is its token ids, the trained ones between the marks."""
+    example = open_shards(packed).example(100)
+    _, plain, _ = padfree("inspect", packed, "--example", 100)
+    status, out, _ = padfree("inspect", packed, "--example", 100, "--ids")
+    assert status == 0
+    assert out.startswith(plain)
+    line = out.removeprefix(plain).strip()
+    assert line.replace("⟦", "").replace("⟧", "") == " ".join(map(str, example.input_ids.tolist()))
+    trained = [int(word) for part in line.split("⟦")[1:] for word in part.split("⟧")[0].split()]
+    assert trained == [label for label in example.labels.tolist() if label >= 0]
+    _, out, _ = padfree("inspect", packed, "--buffer", 3, "--ids")
+    for number in open_shards(packed)[3].example_ids.tolist():
+        ids = open_shards(packed).example(number).input_ids
+        assert " ".join(map(str, ids.tolist())) in out.replace("⟦", "").replace("⟧", "")
+
+
 def test_inspect_names_the_source_line(padfree, packed):
     """The line that an example is said to be from holds its text."""
     lines = (packed.parent / "chats.jsonl").read_text("utf-8").splitlines()
