@@ -159,6 +159,23 @@ def test_dry_run_checks_and_writes_nothing(
     assert main(words("data.shards=nowhere", flags=("--dry-run",))) == 2
 
 
+def test_a_run_says_beforehand_what_may_end_it(
+    words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that may be killed for memory says so before it takes any, and goes on; so does a dry run."""
+    few = ("schedule.steps=1", "schedule.warmup=0")
+    assert main(words(*few)) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("training.cost.free_memory", lambda: 2**20)
+    assert main(words(*few, run="tight")) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("training: ")
+    assert captured.err.count("and 1.00 MiB are free") == captured.err.count("\n") == 1
+    assert "step 1/1" in captured.out
+    assert main(words(run="other", flags=("--dry-run",))) == 0
+    assert "and 1.00 MiB are free" in capsys.readouterr().out.splitlines()[-1]
+
+
 def tiny_qwen3(**changes: Any) -> Qwen3Config:
     return Qwen3Config(
         **{
