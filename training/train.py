@@ -68,10 +68,9 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         data, held_out = open_data(config, world)
         data.check_ranks()
         parts = [data, held_out] if held_out else [data]
-        vocabulary = max(part.vocabulary for part in parts)
-        model_config = read_config(config.model, vocabulary=vocabulary)
+        model_config = read_config(config.model, vocabulary=max(part.vocabulary for part in parts))
         for part in parts:
-            part.check_model(model_config, vocabulary=vocabulary)
+            part.check_model(model_config)
         accumulation = config.data.accumulation
         steps = config.schedule.steps or (
             config.schedule.epochs * data.steps_of_epoch(accumulation=accumulation)

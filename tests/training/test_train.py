@@ -243,7 +243,7 @@ def test_bad_data_is_refused(
         tiny_qwen3(max_position_embeddings=63).to_json_string(use_diff=False)
     )
     for name, parts in {
-        "small.json": ("97 words", "the model has 90", "own tokenizer"),
+        "small.json": ("97 words and holds ids up to 96", "the model has 90", "own tokenizer"),
         "huge.json": ("97 words", "the model has 2146", "own tokenizer"),
         "short.json": ("capacity of 64", "takes 63 positions", "--capacity 63"),
     }.items():
@@ -267,6 +267,21 @@ def test_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
     for part in (None, "eval"):
         data = TrainingData(str(tmp_path / "packed"), part=part, rank=0, world_size=1)
         assert data._words == data.vocabulary == 1019
+
+
+def test_a_tokenizer_may_have_words_that_no_row_uses(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Gemma 3's image token: a model with fewer words than the tokenizer trains where no id is beyond."""
+    example = make_example(np.array([1, 2, 80]), trained=np.ones(3, bool))
+    packed = write_shards(tmp_path / "packed", train=[[example]], vocabulary=82)
+    for rows in (80, 81):
+        (tmp_path / "model.json").write_text(tiny_qwen3(vocab_size=rows).to_json_string(use_diff=False))
+        here = words(f"data.shards={packed}", f"model.config={tmp_path / 'model.json'}", "schedule.steps=1")
+        if rows == 80:
+            refused(here, capsys, "82 words and holds ids up to 80", "the model has 80 words")
+        else:
+            assert main(here) == 0
 
 
 def test_without_words_the_ids_of_both_parts_decide(
