@@ -770,6 +770,19 @@ def test_what_a_signal_brings_about_is_not_taken_for_a_fault(
         assert padfree(*pack_words(CHATS, tmp_path / "out")) == (status, "", says)
 
 
+def test_an_unpack_that_is_stopped_leaves_nothing(packed, tmp_path):
+    """SIGTERM amid the writing: no part of the file stays beside its name."""
+    code = (
+        "import os, signal, sys; from packing import cli, report; "
+        "report.unpacked = lambda _: (os.kill(os.getpid(), signal.SIGTERM) or b'' for _ in range(9)); "
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "unpack", str(packed), "--out", str(tmp_path / "file")]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (143, "padfree: asked to stop (SIGTERM)\n")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_closed_pipe_is_quiet(packed):
     """`padfree inspect DIR | head -1` prints one line and no complaint."""
     process = subprocess.Popen(
