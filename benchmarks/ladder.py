@@ -296,8 +296,8 @@ def _merge(results: dict[str, Any], rung: Rung, row: dict[str, Any]) -> None:
 def _machine() -> str:
     """The GPUs' names, or the processor's."""
     if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")
+        said = subprocess.run(launch.query("name"), capture_output=True, text=True, check=True)
+        names = said.stdout.split("\n")
         return ", ".join(filter(None, names))
     return "cpu"
 

@@ -17,6 +17,16 @@ HERE = Path(__file__).parent
 QUERY = ("index", "utilization.gpu", "power.draw", "clocks.sm", "memory.used")
 
 
+def query(*facts: str) -> list[str]:
+    """The command that prints these facts, a line a GPU, of the GPUs that this process may use.
+
+    nvidia-smi itself does not heed CUDA_VISIBLE_DEVICES.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = [f"--id={visible}"] if visible else []
+    return ["nvidia-smi", *chosen, f"--query-gpu={','.join(facts)}", "--format=csv,noheader,nounits"]
+
+
 class Watch:
     """What nvidia-smi says of the GPUs twice a second, while the block runs: `samples`, a dict each."""
 
@@ -26,13 +36,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if shutil.which("nvidia-smi"):
-            command = [
-                "nvidia-smi",
-                f"--query-gpu={','.join(QUERY)}",
-                "--format=csv,noheader,nounits",
-                "-lms",
-                "500",
-            ]
+            command = [*query(*QUERY), "-lms", "500"]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         return self

@@ -25,6 +25,8 @@ UPDATE = 1.9e12
 """Bytes/s of the optimizer's step: of torch's fused AdamW, measured; for 8-bit states a guess."""
 HOST = 53e9
 """Bytes/s between a GPU and pinned host memory, each way, measured."""
+HOST_SHARE = 0.9
+"""Share of the forward pass in which products go to the host: all must be there when memory is fullest."""
 LINK = 300e9
 """Bytes/s that a GPU receives from the others through NVLink. Not known for the machine: measure it."""
 PEAK = 989e12
@@ -166,6 +168,8 @@ class Price:
     flops: float = 0.0
     recomputed: float = 0.0
     """FLOPs of recomputation as a share of `flops`."""
+    forward: float = 0.0
+    """Seconds of the forward pass, the loss left out."""
 
     @property
     def forward_end(self) -> float:
@@ -265,7 +269,14 @@ def price(model: Shape, setting: Setting) -> Price:
         "communication": 0.1 * traffic + sharded * 2 * outer * 4 / LINK / 2,
         "host": 0.02 + 0.0002 * count,
     }
-    return Price(bytes=bytes_, seconds=seconds, flops=3 * products, recomputed=again / (3 * products))
+    forward = products / rate + moved / passes / ELEMENTWISE + mixers / passes
+    return Price(
+        bytes=bytes_,
+        seconds=seconds,
+        flops=3 * products,
+        recomputed=again / (3 * products),
+        forward=forward,
+    )
 
 
 def most_kept(
@@ -278,8 +289,8 @@ def most_kept(
     Args:
         model: Sizes.
         setting: Of the rung.
-        host: Layers that find no room keep their products on the host, as many as can go there in 0.8 of
-            the forward pass.
+        host: Layers that find no room keep their products on the host, as many as can go there in
+            `HOST_SHARE` of the forward pass.
         capacity: Bytes.
 
     Returns:
@@ -297,9 +308,9 @@ def most_kept(
     kept = next((k for k in range(count, -1, -1) if fits(k, 0)), 0)
     if not host:
         return kept, 0, 0
-    forward = 2 * setting.tokens * (model.blocks + model.head) / PRODUCTS
     each = max(layer.kept for layer in model.layers) * setting.tokens
-    return kept, 0, min(count - kept, int(0.8 * forward * HOST / each))
+    room = HOST_SHARE * price(model, setting).forward * HOST
+    return kept, 0, min(count - kept, int(room / each))
 
 
 def foresee(

@@ -275,3 +275,32 @@ def test_the_extra_installs_every_kernel_that_bind_prefers() -> None:
     named = {Requirement(line).name for line in project["optional-dependencies"]["kernels"]}
     wanted = {kernel for part, kernels in CHOICES.items() if part != "attention" for kernel in kernels}
     assert {PACKAGES.get(kernel, kernel) for kernel in wanted} <= named
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3.5-MoE"])
+def test_a_rule_that_takes_grouped_heads_gets_them_unrepeated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and keys reach such a rule with their own number of heads, and the logits stay as they were."""
+    model = bind(tiny(FAMILY[name]))
+    expected = model(**batch_of()).logits
+    heads = set()
+    chosen = binding.recurrence.choose
+
+    def choose(what: str, layer: torch.nn.Module, **options: object) -> tuple[str, object]:
+        _, rule = chosen(what, layer, **options)  # type: ignore[arg-type]
+
+        def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: object) -> object:
+            heads.add((query.shape[2], key.shape[2], value.shape[2]))
+            times = value.shape[2] // query.shape[2]
+            query, key = (each.repeat_interleave(times, dim=2) for each in (query, key))
+            return rule(query, key, value, **more)
+
+        monkeypatch.setattr(binding.recurrence, "GROUPED", {grouped})
+        return "grouped", grouped
+
+    monkeypatch.setattr(binding.recurrence, "choose", choose)
+    assert torch.equal(bind(model)(**batch_of()).logits, expected)
+    assert len(heads) == 1
+    queries, keys, values = heads.pop()
+    assert queries == keys < values

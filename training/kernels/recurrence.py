@@ -265,6 +265,8 @@ _FUSED: dict[str, dict[str, Rule]] = {
     KIMI_DELTA: {"fla": fla_kimi_delta},
     STATE_SPACE: {"fla": fla_state_space},
 }
+GROUPED: set[Rule] = {flash_qla_delta_rule, fla_delta_rule}
+"""They take fewer query and key heads than value heads, each for several of those."""
 _BY_SEQUENCE: dict[str, Callable[[str, Rule], Rule]] = {
     DELTA_RULE: rule_by_sequence,
     KIMI_DELTA: rule_by_sequence,
