@@ -60,6 +60,20 @@ def interrupted(target: Path) -> Path | None:
     return old if old.is_dir() and not os.path.lexists(target) else None
 
 
+def check_target(target: Path, *, force: bool, may_replace: Callable[[Path], bool]) -> None:
+    """Refuses to write over what is there; the arguments are `AtomicFolder`'s.
+
+    Raises:
+        OutputError: it exists, and `force` is not given or may not replace it.
+    """
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise OutputError(f"{target} exists: choose another name, or replace it with --force")
+    if not may_replace(target):
+        raise OutputError(f"{target} holds no shard set, so --force does not replace it: remove it first")
+
+
 class AtomicFolder:
     """Write below `path`, then `publish`; or `discard`.
 
@@ -131,14 +145,7 @@ class AtomicFolder:
         self._lock = None
 
     def _check_target(self) -> None:
-        if not os.path.lexists(self.target):
-            return
-        if not self._force:
-            raise OutputError(f"{self.target} exists: choose another name, or replace it with --force")
-        if not self._may_replace(self.target):
-            raise OutputError(
-                f"{self.target} holds no shard set, so --force does not replace it: remove it first"
-            )
+        check_target(self.target, force=self._force, may_replace=self._may_replace)
 
     def _own(self) -> int:
         """Takes the lock and returns its descriptor."""

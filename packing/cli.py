@@ -1,7 +1,7 @@
 """The command `padfree`: one function a verb, each with its own parser; heavy imports are inside.
 
 Exit status: 0 ok; 1 a check failed (verify, template, doctor); 2 an error that the user can mend, one
-line of it on stderr; 130 after Ctrl-C.
+line of it on stderr; 130 after Ctrl-C; 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read us has seen enough. The interpreter flushes once more at its end: give it a place.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except _Terminated:
+        return _say("asked to stop (SIGTERM)", status=TERMINATED)
     except KeyboardInterrupt:
         return _say("interrupted", status=INTERRUPTED)
     except PadfreeError as error:
@@ -141,7 +143,7 @@ def pack(words: Sequence[str]) -> int:
         "--dry-run",
         type=int,
         metavar="N",
-        help="read N rows of each input, write nothing, show what would be packed",
+        help="read N rows of each input, write nothing, show what would be packed, or why not",
     )
     arguments = parser.parse_args(words)
     if arguments.dry_run is not None:
@@ -151,7 +153,7 @@ def pack(words: Sequence[str]) -> int:
     from packing.pipeline import pack_dataset
 
     options = _packing_options(arguments)
-    with _unwound_by_sigterm(), _shown_rejects(words), _progress(sys.stderr.isatty()) as on_progress:
+    with _unwound_by_signals(), _shown_rejects(words), _progress(sys.stderr.isatty()) as on_progress:
         _leave_out_torch()
         report = pack_dataset(
             arguments.inputs,
@@ -179,14 +181,25 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     from packing import report
     from packing.chat import load_tokenizer
     from packing.pipeline import preview
+    from packing.shards import check_out
 
     options = _packing_options(arguments)
+    if arguments.out is not None:
+        check_out(arguments.out, force=arguments.force)
     _leave_out_torch()
     options["tokenizer"] = tokenizer = load_tokenizer(arguments.tokenizer)
     found = preview(arguments.inputs, rows=arguments.dry_run, **options)
     result = report.preview_as_json(found)
     if arguments.json:
-        return _print_json(result)
+        _print_json(result)
+    else:
+        _show_preview(found, result=result, tokenizer=tokenizer)
+    return _say(found.refusal, status=USER_ERROR) if found.refusal else 0
+
+
+def _show_preview(found: pipeline.Preview, *, result: Mapping[str, Any], tokenizer: Any) -> None:
+    from packing import report
+
     console = _console()
     console.print(f"of the first {found.rows:,} rows of each input, nothing is written:\n")
     console.print(report.summary(result))
@@ -196,7 +209,6 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         console.print("\nthe first of them: ", report.legend(colour=_coloured(console)), "\n", sep="")
         text = report.marked(found.example, tokenizer=tokenizer, colour=_coloured(console))
         console.print(text, soft_wrap=True)
-    return 0
 
 
 @contextlib.contextmanager
@@ -214,10 +226,13 @@ def bench(words: Sequence[str]) -> int:
     arguments = _packing_parser("bench").parse_args(words)
     from packing import report as reports
     from packing.pipeline import pack_dataset
+    from packing.plan import plan_bins
 
     options = _packing_options(arguments)
+    # Once a process, and compiling once a machine: the time of importing libraries is not that of a stage.
+    plan_bins([1], capacity=arguments.capacity, algorithm=arguments.algorithm)
     with (
-        _unwound_by_sigterm(),
+        _unwound_by_signals(),
         _shown_rejects(words),
         tempfile.TemporaryDirectory() as folder,
         _progress(sys.stderr.isatty()) as on_progress,
@@ -264,7 +279,7 @@ def import_(words: Sequence[str]) -> int:
     from packing import report
     from packing.importers import import_packed
 
-    with _unwound_by_sigterm():
+    with _unwound_by_signals():
         import_packed(arguments.inputs, out=arguments.out, capacity=arguments.capacity, force=arguments.force)
     result = report.stats(arguments.out)
     if arguments.json:
@@ -279,6 +294,7 @@ def inspect(words: Sequence[str]) -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--buffer", type=int, metavar="N", help="all examples of buffer N, from 0")
     which.add_argument("--example", type=int, metavar="N", help="example N, from 0 in the order of the input")
+    parser.add_argument("--ids", action="store_true", help="the token ids too, marked like the text")
     parser.add_argument("--tokenizer", metavar="DIR_OR_ID", help="where the one used for packing lies now")
     arguments = parser.parse_args(words)
     from packing import report
@@ -293,6 +309,7 @@ def inspect(words: Sequence[str]) -> int:
         tokenizer=tokenizer,
         buffer=arguments.buffer,
         example=arguments.example,
+        ids=arguments.ids,
         colour=_coloured(console),
     )
     for line in lines:
@@ -340,12 +357,13 @@ def unpack(words: Sequence[str]) -> int:
     if out.exists() and not arguments.force:
         raise OutputError(f"{out} exists: choose another name, or replace it with --force")
     partial = out.with_name(f".{out.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.writelines(lines)
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _unwound_by_signals():
+        try:
+            with partial.open("wb") as file:
+                file.writelines(lines)
+            partial.replace(out)
+        finally:
+            partial.unlink(missing_ok=True)
     return 0
 
 
@@ -355,7 +373,13 @@ def template(words: Sequence[str]) -> int:
 
     parser = _Parser("template")
     parser.add_argument("tokenizer", metavar="TOKENIZER", help="a folder or a hub name")
-    parser.add_argument("--data", action="append", default=[], metavar="FILE", help="own rows to try it on")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"own rows to try it on, the first {AUDITED_ROWS:,} of each file",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _add_options(parser.add_argument_group("what is trained"), ChatOptions)
     arguments = parser.parse_args(words)
@@ -598,18 +622,33 @@ def _progress(show: bool) -> Iterator[pipeline.OnProgress | None]:
         yield on_progress
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
 @contextlib.contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
-    """A polite kill unwinds the stack, so that what was begun is removed."""
+def _unwound_by_signals() -> Iterator[None]:
+    """Ctrl-C and a polite kill unwind the stack, so that what was begun is removed.
 
-    def unwind(*_: object) -> NoReturn:
-        raise SystemExit(TERMINATED)
+    Whatever else is raised after one came is a consequence: workers that got it too have died, and numba's
+    compiler makes a RuntimeError of an exception in its midst.
+    """
+    came: list[KeyboardInterrupt] = []
 
-    before = signal.signal(signal.SIGTERM, unwind)
+    def unwind(number: int, _: object) -> NoReturn:
+        came.append(_Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise came[0]
+
+    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
+    except Exception:
+        if came:
+            raise came[0] from None
+        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ class TemplateError(PadfreeError):
     """A tokenizer or chat template on which training would be wrong."""
 
 
-class TooManyRejects(PadfreeError):
-    """More rows were rejected than `--max-rejects` allows, of `rows` that were read."""
+class TooManyRejects(InputError):
+    """More rows were rejected than `--max-rejects` allows, or all, of `rows` that were read."""
 
     def __init__(self, message: str, *, rows: int) -> None:
         super().__init__(message)
@@ -89,7 +89,10 @@ def one_line(error: BaseException) -> str:
 
     Its first line, and the second where the first ends in a colon. Traces and hints are left out.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = (
+        f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    )  # whose text is the key alone
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 

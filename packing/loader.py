@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from packing import boundaries
 from packing.buffer import PackedBuffer, check_buffer
@@ -124,6 +125,10 @@ def collate(rows: Sequence[PackedBuffer | Mapping[str, Any]]) -> Batch:
     }
 
 
+# For a DataLoader that was given no collate_fn: torch's own can make nothing of a buffer.
+default_collate_fn_map[PackedBuffer] = lambda rows, *, collate_fn_map: collate(rows)
+
+
 def _segments(buffer: PackedBuffer) -> NDArray[np.int64]:
     """The lengths of a buffer's segments, its tail included."""
     if isinstance(buffer, LoadedBuffer) and buffer.capacity is not None:
@@ -193,7 +198,7 @@ def check_batch(batch: Mapping[str, Any]) -> None:
 
 
 class PackedDataset(Dataset[LoadedBuffer]):
-    """A shard set as a map-style data set, for torch's `DataLoader` with `collate`.
+    """A shard set as a map-style data set, for torch's `DataLoader`, whose batches `collate` makes.
 
     Indexing takes a `Key`: what a `PackedSampler` gives, or a buffer's number. It has no order and no state
     of its own, so copies in worker processes can't go stale.

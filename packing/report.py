@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,19 +236,33 @@ def marked(example: Example, *, tokenizer: PreTrainedTokenizerBase, colour: bool
     """The example's text with its trained runs in colour, or between marks."""
     from rich.text import Text
 
+    def text(ids: list[int]) -> str:
+        return visible(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    return Text().join(_runs(example, text, colour=colour))
+
+
+def marked_ids(example: Example, *, colour: bool) -> Text:
+    """The example's token ids with its trained runs in colour, or between marks."""
+    from rich.text import Text
+
+    return Text(" ").join(_runs(example, lambda ids: " ".join(map(str, ids)), colour=colour))
+
+
+def _runs(example: Example, show: Callable[[list[int]], str], *, colour: bool) -> Iterator[Text]:
+    """What `show` makes of each run of ids, trained or not in turn."""
+    from rich.text import Text
+
     trained = example.labels != IGNORE_INDEX
     cuts = np.flatnonzero(np.diff(trained, prepend=~trained[:1], append=~trained[-1:])).tolist()
-    text = Text()
     for first, last in itertools.pairwise(cuts):
-        run = tokenizer.decode(example.input_ids[first:last].tolist(), clean_up_tokenization_spaces=False)
-        run = visible(run)
+        run = show(example.input_ids[first:last].tolist())
         if not trained[first]:
-            text.append(run)
+            yield Text(run)
         elif colour:
-            text.append(run, TRAINED)
+            yield Text(run, TRAINED)
         else:
-            text.append(f"{OPEN}{run}{CLOSE}")
-    return text
+            yield Text(f"{OPEN}{run}{CLOSE}")
 
 
 def visible(text: str) -> str:
@@ -281,9 +295,12 @@ def inspect(
     tokenizer: PreTrainedTokenizerBase,
     buffer: int | None = None,
     example: int | None = None,
+    ids: bool = False,
     colour: bool = False,
 ) -> Iterator[Text | str]:
     """The lines of `padfree inspect`: one example, all of a buffer, or the layout of buffer 0 and its first.
+
+    With `ids` an example's token ids follow its text.
 
     Raises:
         OptionError: no buffer or example of that number.
@@ -291,7 +308,7 @@ def inspect(
     if example is not None:
         yield legend(colour=colour)
         yield from _example_lines(
-            shards, example, shards.example(example), tokenizer=tokenizer, colour=colour
+            shards, example, shards.example(example), tokenizer=tokenizer, ids=ids, colour=colour
         )
         return
     number = buffer or 0
@@ -307,16 +324,24 @@ def inspect(
         yield f"  from token {start:>6,}: {headline(numbered, each, origin=shards.origin(numbered))}"
     yield legend(colour=colour)
     for numbered, each in list(examples.items())[: None if buffer is not None else 1]:
-        yield from _example_lines(shards, numbered, each, tokenizer=tokenizer, colour=colour)
+        yield from _example_lines(shards, numbered, each, tokenizer=tokenizer, ids=ids, colour=colour)
     if buffer is None:
         yield "\n--buffer N shows all examples of a buffer, --example N another one"
 
 
 def _example_lines(
-    shards: ShardSet, number: int, example: Example, *, tokenizer: PreTrainedTokenizerBase, colour: bool
+    shards: ShardSet,
+    number: int,
+    example: Example,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: bool,
+    colour: bool,
 ) -> Iterator[Text | str]:
     yield f"\n── {headline(number, example, origin=shards.origin(number))} ──"
     yield marked(example, tokenizer=tokenizer, colour=colour)
+    if ids:
+        yield marked_ids(example, colour=colour)
 
 
 def tokenizer_of(shards: ShardSet, *, name: str | None) -> PreTrainedTokenizerBase:

@@ -13,6 +13,7 @@ What a trainer may do to a packed batch, and what becomes of it (refused: by `ch
     pack the buffers again, or cut them         refused
     cut batches apart (dispatch_batches)        refused
     repeat samples to even out the ranks        refused; `multiple_of` and `whole_steps` mend it
+    take a model with too few words             refused: its embedding has no row for an id
     take means over ranks of unequal tokens     refused
     gather the logits in an evaluation          refused
     shuffle with a sampler of its own           harmless: a buffer is a sample like any other
@@ -25,9 +26,12 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from packing.buffer import PackedBuffer
 from packing.errors import OptionError
 from packing.example import IGNORE_INDEX
-from packing.loader import collate
+from packing.loader import PackedDataset, collate
 
 if TYPE_CHECKING:
     import datasets
@@ -58,8 +62,14 @@ def check_trainer(trainer: Any) -> None:
 
     Raises:
         OptionError: the first setting that would let examples see each other, show buffers twice, weigh
-            tokens unequally or gather all logits; with the setting that is right.
+            tokens unequally or gather all logits; with the setting that is right. Or it is no trainer, or
+            its model has no word for an id of its data sets, which are read for it where no manifest tells.
     """
+    if not (hasattr(trainer, "args") and hasattr(trainer, "data_collator")):
+        raise OptionError(
+            f"check_trainer takes a transformers.Trainer or a trl.SFTTrainer, not the "
+            f"{type(trainer).__name__} {' '.join(repr(trainer).split())[:60]}"
+        )
     if (problem := next(_problems(trainer), None)) is not None:
         raise OptionError(f"{type(trainer).__name__}: {problem}")
 
@@ -107,6 +117,8 @@ def _problems(trainer: Any) -> Iterator[str]:
             "its model is not bound, so nothing sees to it that its layers keep to the boundaries: give it "
             "training.kernels.bind(model)"
         )
+    for name in ("train", "eval"):
+        yield from _words(trainer, name=name)
 
 
 def _bound(model: Any) -> bool:
@@ -140,10 +152,9 @@ def _collator(trainer: Any) -> Iterator[str]:
 
 
 def _rows(trainer: Any, *, name: str, step: int) -> Iterator[str]:
-    dataset = getattr(trainer, f"{name}_dataset")
-    if trainer.args.world_size == 1 or dataset is None:
+    if trainer.args.world_size == 1:
         return
-    for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+    for part in _parts(trainer, name=name):
         missing = -len(part) % step
         if name == "eval" and _is_trl(trainer):
             # TRL takes the mean over batches after accelerate has left out the repeated rows.
@@ -158,6 +169,41 @@ def _rows(trainer: Any, *, name: str, step: int) -> Iterator[str]:
                 f"accelerate would show {missing} of them twice (even_batches): open it with "
                 f"PackedDataset(…, multiple_of={step}), or whole_steps(…, multiple_of={step})"
             )
+
+
+def _parts(trainer: Any, *, name: str) -> list[Any]:
+    dataset = getattr(trainer, f"{name}_dataset")
+    if dataset is None:
+        return []
+    return list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+
+
+def _words(trainer: Any, *, name: str) -> Iterator[str]:
+    words = trainer.model.get_input_embeddings().num_embeddings
+    for part in _parts(trainer, name=name):
+        if isinstance(part, PackedDataset):
+            known = part.shards.manifest["fingerprint"].get("chat", {}).get("vocabulary")
+            if known is not None and known <= words:
+                continue
+        if (largest := _largest_id(part)) >= words:
+            yield (
+                f"{name}_dataset holds token id {largest}, and its model's embedding has {words} rows, for "
+                f"ids up to {words - 1}: pack with the model's own tokenizer, or resize_token_embeddings"
+            )
+
+
+def _largest_id(dataset: Any) -> int:
+    """The largest token id, found by reading all: about a second for 250 million tokens."""
+    import pyarrow.compute as pc
+
+    if hasattr(dataset, "column_names"):  # of datasets: by its own columns, not by Python's numbers
+        batches = dataset.with_format("arrow").iter(batch_size=1000)
+        found = (pc.max(pc.list_flatten(batch["input_ids"])).as_py() for batch in batches)
+    else:
+        rows = (dataset[number] for number in range(len(dataset)))
+        ids = (row.input_ids if isinstance(row, PackedBuffer) else row["input_ids"] for row in rows)
+        found = (int(np.max(each, initial=-1)) for each in ids)
+    return max(found, default=-1)
 
 
 def _is_trl(trainer: Any) -> bool:

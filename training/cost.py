@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,19 @@ from training.config import Config, Precision
 from training.errors import OptionError
 from training.kernels import convolution, recurrence
 from training.kernels.binding import find_attentions, find_mixers, parts
+from training.launch import shutdown_s
 from training.model import blocks, ends, skeleton
 from training.parallel import World
 from training.recompute import Again, layout, worth_keeping
 
 PEAK = {"H200": 989.4e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """FLOP/s of dense bf16 matrix products, by a part of the device's name. Source: the makers' data sheets."""
+
+WRITTEN_PER_S = 10**9
+"""Bytes of a checkpoint that a machine writes in a second to a disk that machines share: an assumption."""
+
+MEMINFO, LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+"""Where Linux says how much memory is available, and how much a container may take."""
 
 RECURRENCES: Mapping[str, Callable[[Any], int]] = {
     recurrence.DELTA_RULE: lambda layer: 6 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim,
@@ -233,15 +242,20 @@ def price_on_host(
         for product in layer.modules()
         if isinstance(product, nn.Linear) and worth_keeping(product.in_features, product.out_features)
     )
-    # With adapters these alone are saved, and their gradients have their size.
-    saved = sharded["optimizer states"] + sharded["gradients" if config.lora.rank else "weights"]
     return {
         "weights, gradients and optimizer states": sum(sharded.values()) if config.parallel.offload else 0,
         "products of the first layers, pinned": (
             kept * capacity * config.data.buffers * (4 if precision == "fp32" else 2)
         ),
-        "copy of what a checkpoint holds, while it is written": saved if config.checkpoint.background else 0,
+        "copy of what a checkpoint holds, while it is written": (
+            _saved(config, sharded) if config.checkpoint.background else 0
+        ),
     }
+
+
+def _saved(config: Config, sharded: Mapping[str, int]) -> int:
+    """Bytes of a rank's part of a checkpoint: with adapters theirs, and their gradients have their size."""
+    return sharded["optimizer states"] + sharded["gradients" if config.lora.rank else "weights"]
 
 
 def itemised(
@@ -267,6 +281,48 @@ def itemised(
             f"the host has {_size(memory).strip()}"
         )
     return lines
+
+
+def doubts(
+    config: Config, model: PreTrainedModel, *, world: World, capacity: int, precision: Precision
+) -> Iterator[str]:
+    """What may end this run without a word of its own, as far as it can be foreseen, a line each.
+
+    The system kills a process for its memory, and torchrun one that saves for too long; a GPU's allocator
+    says itself what it lacked. The arguments are `price`'s.
+    """
+    ranks = world.size // config.parallel.replicas
+    items = price_on_host(config, model, ranks=ranks, capacity=capacity, precision=precision)
+    if world.device.type == "cpu":
+        items |= price(config, model, ranks=ranks, capacity=capacity, precision=precision)
+    needed, free = sum(items.values()) * world.local_size, free_memory()
+    if free is not None and needed > free:
+        yield (
+            f"{_size(needed).strip()} of memory for this machine's {world.local_size} ranks, estimated, most "
+            f"for {max(items, key=lambda name: items[name])}, and {_size(free).strip()} are free: the system "
+            "may kill them without a word; --dry-run lists what takes memory, data.buffers=1, shards of a "
+            "smaller capacity or fewer ranks take less"
+        )
+    size = _saved(config, _sharded(config, model, ranks=ranks, precision=precision)) * world.local_size
+    patience = shutdown_s()
+    if patience is not None and size > patience * WRITTEN_PER_S:
+        yield (
+            f"torchrun kills its ranks {patience:g} s after SIGTERM, and this machine's part of a "
+            f"checkpoint, {_size(size).strip()}, takes {size / WRITTEN_PER_S:.0f} s at 1 GB/s: what comes "
+            "after the last of checkpoint.every may be lost; from torch 2.12 on, "
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives more"
+        )
+
+
+def free_memory() -> int | None:
+    """Bytes that processes can still take on this machine or in its container; None where nobody says."""
+    try:
+        free = 1024 * int(MEMINFO.read_text().partition("MemAvailable:")[2].split()[0])
+    except OSError:  # no Linux
+        return None
+    with suppress(OSError, ValueError):  # of the whole machine, or "max"
+        free = min(free, int(LIMIT.read_text()))
+    return free
 
 
 def _size(count: int) -> str:

@@ -125,13 +125,13 @@ class TrainingData:
 
     @cached_property
     def vocabulary(self) -> int:
-        """Words of the tokenizer; where the manifest does not say, the least that the ids need.
+        """Words of the tokenizer; where the manifest does not say, the least that the ids need."""
+        return 1 + self._largest_id if self._words is None else self._words
 
-        The largest id is found by reading all: a second for 250 million tokens.
-        """
-        if self._words is not None:
-            return self._words
-        return 1 + max(int(self.shards[number].input_ids.max()) for number in range(len(self.shards)))
+    @cached_property
+    def _largest_id(self) -> int:
+        """Found by reading all: a second for 250 million tokens."""
+        return max(int(self.shards[number].input_ids.max()) for number in range(len(self.shards)))
 
     def steps_of_epoch(self, *, accumulation: int) -> int:
         """How many steps of so many micro-batches a rank an epoch has; the last may have fewer."""
@@ -168,23 +168,24 @@ class TrainingData:
                     "pack both alike"
                 )
 
-    def check_model(self, config: PretrainedConfig, *, vocabulary: int) -> None:
+    def check_model(self, config: PretrainedConfig) -> None:
         """Refuses a model that these shards were not made for.
 
-        Args:
-            config: Of the model.
-            vocabulary: Words that all parts of the run together need.
+        A tokenizer may have more words than its model, as long as no id is beyond: Gemma 3's smallest model
+        has no row for the image token, the last of 262,145.
 
         Raises:
             OptionError: another vocabulary, or more tokens in a buffer than the model has positions.
         """
         words = config.vocab_size
-        if words < vocabulary or (self._words and words > self._words + PADDED_VOCABULARY):
-            made = f"was packed with a tokenizer of {self._words} words"
-            if self._words is None or self._words < vocabulary:
-                made = f"is used with ids up to {vocabulary - 1}"
+        made = [] if self._words is None else [f"was packed with a tokenizer of {self._words} words"]
+        beyond = words < self.vocabulary and words <= self._largest_id
+        if beyond:
+            made.append(f"holds ids up to {self._largest_id}")
+        if beyond or (self._words and words > self._words + PADDED_VOCABULARY):
             raise OptionError(
-                f"{self.shards.path} {made}, the model has {words} words: pack with the model's own tokenizer"
+                f"{self.shards.path} {' and '.join(made)}, the model has {words} words: pack with the "
+                "model's own tokenizer"
             )
         positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and self.capacity > positions:

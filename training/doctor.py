@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -26,7 +27,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from training.errors import PadfreeError, one_line
+from training.errors import InputError, PadfreeError, one_line
 from training.kernels import compilation, proof
 from training.kernels.binding import Kernels, Row, bind, describe
 from training.kernels.contract import KernelError, Unsupported, make_batch
@@ -40,13 +41,15 @@ from training.kernels.families import (
 )
 from training.kernels.handshake import handshake
 from training.kernels.packages import PACKAGES, Package, failures, machine, probe
-from training.model import saved_config
+from training.model import TINY, saved_config
 
 State = Literal["ok", "fail", "refused", "not applicable"]
 
 # Chunks of 64 tokens are the kernels' unit: one token, one below, one, one above; then the rest of a buffer.
 _EDGES = (1, 63, 64, 65)
 _CAPACITY = {"cpu": 512, "cuda": 8192}
+BUILT_IN = (*TINY, *(family.name for family in FAMILIES))
+"""Names of tiny models that need no files: those of the trainer's `model.config`, and of the families."""
 _DRAWS = 4  # of tokens and random losses, to compare fused kernels with fp32
 # Packed against alone: the same mathematics in another order of additions, at the precision of the weights.
 _TOLERANCE = {torch.float32: (1e-5, 1e-3), torch.bfloat16: (5e-2, 2e-1)}
@@ -120,7 +123,7 @@ def run_doctor(
 
     Args:
         target: A model directory, a config.json or a name on the Hub: its configuration at full width with
-            few layers and random weights. None tries the built-in tiny models.
+            few layers and random weights. Or one of `BUILT_IN`; None tries all of them.
         kernels: As in `bind`.
         warm: Only run one step of each model, so that its kernels are compiled and kept in the caches.
         families: Which tiny models, without a target; None means all.
@@ -133,7 +136,7 @@ def run_doctor(
     packages = [probe(name) for name in PACKAGES]
     patient = _Patient(place, kernels, heard, may_refuse=target is None)
     patient.check_packages(packages)
-    threads = _threads(1 if target is None else torch.get_num_threads())
+    threads = _threads(1 if target is None or _is_built_in(target) else torch.get_num_threads())
     with threads, compilation.in_parallel():
         for subject, config, architecture in _subjects(
             patient, target, FAMILIES if families is None else families
@@ -174,14 +177,31 @@ def _facts(place: str) -> dict[str, str]:
 def _subjects(
     patient: _Patient, target: str | None, families: Sequence[Family]
 ) -> Iterator[tuple[str, Any, str]]:
-    if target is None:
-        for family in families:
-            yield family.name, tiny_config(family, real_heads=patient.place == "cuda"), family.architecture
-        return
-    with patient.reporting(target, "configuration"):
-        config = saved_config(target)
-        architecture = architecture_of(config)
-        yield target, few_layers(config), architecture
+    if target is not None:
+        families = [family for family in FAMILIES if family.name == target and _is_built_in(target)]
+    for family in families:
+        yield family.name, tiny_config(family, real_heads=patient.place == "cuda"), family.architecture
+    if target is not None and not families:
+        with patient.reporting(target, "configuration"):
+            config = _config(target)
+            architecture = architecture_of(config)
+            yield target, few_layers(config), architecture
+
+
+def _is_built_in(target: str) -> bool:
+    """Whether one of our names is meant: a file or folder of that name comes first."""
+    return target in BUILT_IN and not os.path.exists(target)
+
+
+def _config(target: str) -> Any:
+    if target in TINY and _is_built_in(target):
+        return transformers.AutoConfig.for_model(**TINY[target])
+    try:
+        return saved_config(target)
+    except InputError as error:
+        if os.path.exists(target) or "/" in target:
+            raise
+        raise InputError(f"{error}; built in are {', '.join(map(shlex.quote, BUILT_IN))}") from error
 
 
 class _Patient:
@@ -484,7 +504,10 @@ def _saved(path: Path) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `padfree doctor`."""
     parser.add_argument(
-        "target", nargs="?", metavar="MODEL_OR_CONFIG", help="a model directory or config.json"
+        "target",
+        nargs="?",
+        metavar="MODEL_OR_CONFIG",
+        help="a model directory, a config.json, a name on the Hub, or one of the built-in tiny models' names",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--warm", action="store_true", help="only compile the kernels into their caches")

@@ -13,7 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -33,6 +35,17 @@ def agent() -> str:
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file).parents[2].name if file else ""
+
+
+def shutdown_s() -> float | None:
+    """Seconds that torchrun gives its ranks after SIGTERM before it kills them; None without torchrun.
+
+    Source: torch/distributed/launcher/api.py; before torch 2.12 there was nothing to set.
+    """
+    if not agent():
+        return None
+    settable = Version(torch.__version__) >= Version("2.12")
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) if settable else 30.0
 
 
 def mark(directory: Path, *, agents: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ from transformers import PretrainedConfig
 
 from training import checkpoint, kernels
 from training.config import Config, Precision, check_schedule, to_toml
-from training.cost import itemised, most, peak_flops, recomputed, work
+from training.cost import doubts, itemised, most, peak_flops, recomputed, work
 from training.data import MicroBatch, TrainingData
 from training.errors import NonFinite, Signalled, writing
 from training.faults import (
@@ -67,10 +68,9 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         data, held_out = open_data(config, world)
         data.check_ranks()
         parts = [data, held_out] if held_out else [data]
-        vocabulary = max(part.vocabulary for part in parts)
-        model_config = read_config(config.model, vocabulary=vocabulary)
+        model_config = read_config(config.model, vocabulary=max(part.vocabulary for part in parts))
         for part in parts:
-            part.check_model(model_config, vocabulary=vocabulary)
+            part.check_model(model_config)
         accumulation = config.data.accumulation
         steps = config.schedule.steps or (
             config.schedule.epochs * data.steps_of_epoch(accumulation=accumulation)
@@ -110,13 +110,17 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             f"step {done} to {last} of {steps}, {len(data.shards):,} buffers of {data.capacity:,} tokens"
         )
         operations = work(root.model)
+        doubtful = list(doubts(config, root.model, world=world, capacity=data.capacity, precision=numbers))
         if dry_run:
             if world.chief:
                 bill = itemised(config, root.model, world=world, capacity=data.capacity, precision=numbers)
                 flops = most(operations, capacity=data.capacity)
                 feeds = f"{len(data.shards):,} buffers: at most {len(data.shards):,} ranks"
-                print("\n".join([to_toml(config), summary, feeds, *bill, flops]))
+                print("\n".join([to_toml(config), summary, feeds, *bill, flops, *doubtful]))
             return
+        if world.chief:
+            for line in doubtful:
+                print(f"training: {line}", file=sys.stderr, flush=True)
         spread(root, config, world, precision=numbers)
         optimizer = make_optimizer(root, optim=config.optim)
         if config.model.weights and (config.lora.rank or not saved):  # a checkpoint may hold adapters alone

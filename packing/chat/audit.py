@@ -84,14 +84,18 @@ def _fit(text: str, *, width: int = 240) -> str:
 
 
 def audit(
-    tokenizer: Any, *, options: ChatOptions | None = None, conversations: Iterable[Conversation] = ()
+    tokenizer: Any,
+    *,
+    options: ChatOptions | None = None,
+    conversations: Iterable[Conversation | RowRejected] = (),
 ) -> Audit:
     """Asks a template everything that decides whether training on it is right.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
         options: The template, its arguments and its date; what is trained in the example shown.
-        conversations: Real ones to count what becomes of them, and to show the first that can be used.
+        conversations: Real ones to count what becomes of them, rows that are none with them, and to show the
+            first that can be used.
 
     Raises:
         TemplateError: there is no template, or it does not compile.
@@ -124,10 +128,11 @@ def audit(
     ]
     example = None
     if encoder is not None:
-        outcomes = encoder.encode_many(conversations or [Conversation(messages=_SHOWN)])
+        tried = conversations or [Conversation(messages=_SHOWN)]
+        outcomes = encoder.encode_many([each for each in tried if isinstance(each, Conversation)])
         example = next((outcome[0] for outcome in outcomes if isinstance(outcome, list)), None)
         if conversations:
-            findings.append(_data(outcomes))
+            findings.append(_data([*outcomes, *(each for each in tried if isinstance(each, RowRejected))]))
     return Audit(name=template.name, findings=findings, example=example)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -37,7 +38,6 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> Any:
         InputError: not found, not readable, or without a fast implementation.
         TemplateError: what loads gives other ids than the tokenizer.json beside it.
     """
-    import tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
@@ -58,8 +58,15 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> Any:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
             if unmade:
                 raise InputError(_NO_TOKENIZER.format(name_or_path)) from error
-            raise InputError(f"the tokenizer {name_or_path} can't be loaded: {one_line(error)}") from error
+            where = "in tokenizer.json or another file " if isinstance(error, KeyError) else ""
+            raise InputError(
+                f"the tokenizer {name_or_path} can't be loaded: {where}{one_line(error)}"
+            ) from error
 
+    reference = None  # where it is made from another format, there is none to compare with
+    with contextlib.suppress(OSError):
+        file = cached_file(name_or_path, "tokenizer.json", revision=revision, local_files_only=local)
+        reference = _read(str(file))
     tokenizer = load(AutoTokenizer)
     if unmade and not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise InputError(_NO_TOKENIZER.format(name_or_path))  # made of a model's config.json alone
@@ -68,13 +75,7 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> Any:
             f"the tokenizer {name_or_path} has no fast implementation (no tokenizer.json): "
             "convert it with transformers' convert_slow_tokenizer, or choose another"
         )
-    try:
-        reference = tokenizers.Tokenizer.from_file(
-            cached_file(name_or_path, "tokenizer.json", revision=revision, local_files_only=local)
-        )
-    except OSError:
-        return tokenizer  # none to compare with: made from another format
-    if not difference(tokenizer, reference):
+    if reference is None or not difference(tokenizer, reference):
         return tokenizer
     # Some classes are built anew from the vocabulary, with a pattern of their own: Qwen2Tokenizer knows one
     # alone, and transformers 5.17 takes deepseek_v3 for a Llama and loses every space.
@@ -85,6 +86,20 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> Any:
             "the files beside it agree with it; another transformers may read it as the file says"
         )
     return tokenizer
+
+
+def _read(file: str) -> Any:
+    """A tokenizer.json as `tokenizers` itself reads it.
+
+    Raises:
+        InputError: damaged, or without a part that it needs.
+    """
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_file(file)
+    except Exception as error:  # the library raises no other type
+        raise InputError(f"{file} is no whole tokenizer: {one_line(error)}; get it again") from error
 
 
 def difference(tokenizer: Any, reference: Any) -> str:

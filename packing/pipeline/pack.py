@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import itertools
@@ -102,6 +101,7 @@ class Preview:
         rows: How many were read of each input, at most.
         main: Planned and not written; there is no eval part in a preview.
         rejects: The rejected rows, as they would stand in rejects.jsonl.
+        refusal: Why `pack_dataset` would refuse these rows, had the inputs no others; "" if it would not.
         example: The first example that would be packed, or None.
     """
 
@@ -110,6 +110,7 @@ class Preview:
     main: PartReport
     accounting: Mapping[str, Any]
     rejects: Sequence[Mapping[str, Any]]
+    refusal: str
     example: Example | None
 
 
@@ -292,7 +293,7 @@ def preview(
 ) -> Preview:
     """What `pack_dataset` would do with the first rows of each input.
 
-    Nothing is written or held out, and no number of rejects stops it.
+    Nothing is written or held out, and no number of rejects stops it: `refusal` says what would.
 
     Args:
         rows: How many of each input.
@@ -330,31 +331,42 @@ def preview(
                 break
     table = np.concatenate(examples)
     plan = _planned(table["length"], options=options)
+    refusal = ""
+    try:
+        _check_rows(accounting, max_rejects=options.max_rejects, inputs=encode.inputs)
+    except InputError as error:
+        refusal = str(error)
     return Preview(
         rows=rows,
         main=_part_report(table, buffers=len(plan), capacity=options.capacity),
         capacity=options.capacity,
         accounting=accounting.as_json(),
         rejects=rejects,
+        refusal=refusal,
         example=first,
     )
 
 
-def first_conversations(inputs: Sequence[str], *, rows: int) -> list[Conversation]:
-    """The conversations in the first rows of each input, without those that can't be read.
+def first_conversations(inputs: Sequence[str], *, rows: int) -> list[Conversation | RowRejected]:
+    """The conversations in the first rows of each input; for a row that is none, why.
 
     Raises:
-        InputError: an input that can't be read.
+        InputError: an input that can't be read, or no rows at all.
     """
-    found = []
+    found: list[Conversation | RowRejected] = []
     for source in open_sources(inputs, options=SourceOptions()):
         records = itertools.chain.from_iterable(
             chunk.records() for chunk in source.chunks(rows=ROWS_PER_CHUNK)
         )
         for _, _, record in itertools.islice(records, rows):
-            with contextlib.suppress(RowRejected):
-                if not isinstance(record, RowRejected):
-                    found.append(normalise(record, options=FormatOptions()))
+            try:
+                if isinstance(record, RowRejected):
+                    raise record
+                found.append(normalise(record, options=FormatOptions()))
+            except RowRejected as why:
+                found.append(why)
+    if not found:
+        raise InputError(f"there are no rows in {', '.join(inputs)}")
     return found
 
 
@@ -447,7 +459,9 @@ def _check_rows(accounting: Accounting, *, max_rejects: float, inputs: Sequence[
             rows=accounting.rows,
         )
     if accounting.rejected == accounting.rows:
-        raise InputError(f"{counts}, so there is nothing to pack. The first: {first}")
+        raise TooManyRejects(
+            f"{counts}, so there is nothing to pack. The first: {first}", rows=accounting.rows
+        )
 
 
 def _check_parts(accounting: Accounting, *, eval_fraction: float) -> None:

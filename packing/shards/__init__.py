@@ -16,7 +16,7 @@ first use; that it was is remembered in the user's cache folder, by device, inod
 from packing.shards.check import verify
 from packing.shards.manifest import EXAMPLES, FORMAT_VERSION, MANIFEST, REJECTS, RUN, most_first
 from packing.shards.reader import ShardSet, open_shards
-from packing.shards.writer import PartWriter, ShardWriter
+from packing.shards.writer import PartWriter, ShardWriter, check_out
 
 __all__ = [
     "EXAMPLES",
@@ -27,6 +27,7 @@ __all__ = [
     "PartWriter",
     "ShardSet",
     "ShardWriter",
+    "check_out",
     "most_first",
     "open_shards",
     "verify",

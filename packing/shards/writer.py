@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from packing.arrow import column
-from packing.atomic import AtomicFolder, writing
+from packing.atomic import AtomicFolder, check_target, writing
 from packing.buffer import PackedBuffer, check_buffer
 from packing.errors import OptionError
 from packing.shards.manifest import (
@@ -283,6 +284,19 @@ class PartWriter:
         self._files[file.path.name] = {**file.entry(), **more}
 
 
+def _is_shard_set(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def check_out(out: str | Path, *, force: bool) -> None:
+    """Refuses, before there is anything to write, what `ShardWriter` would refuse to replace.
+
+    Raises:
+        OutputError: the output exists.
+    """
+    check_target(Path(os.path.realpath(out)), force=force, may_replace=_is_shard_set)
+
+
 class ShardWriter(PartWriter):
     """Writes a shard set beside its name and renames it when whole.
 
@@ -314,9 +328,7 @@ class ShardWriter(PartWriter):
         buffers_per_shard: int = 4096,
         force: bool = False,
     ) -> None:
-        self._target = AtomicFolder(
-            out, force=force, may_replace=lambda folder: (folder / MANIFEST).is_file()
-        )
+        self._target = AtomicFolder(out, force=force, may_replace=_is_shard_set)
         try:
             super().__init__(
                 self._target.path,

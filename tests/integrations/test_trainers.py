@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 
 from packing.errors import OptionError
 from packing.loader import PackedDataset, check_batch, collate
+from packing.pipeline import PackOptions, pack_dataset
+from packing.sample import CHATS, TOKENIZER
 from packing.shards import open_shards
 from packing.trainers import check_trainer, whole_steps
 from training.kernels import KernelError, bind
@@ -245,6 +247,40 @@ def test_a_setting_that_spoils_batches_is_refused_by_name(
         check_trainer(make_trainer(**settings))
 
 
+@pytest.mark.parametrize("kind", ["PackedDataset", "load_from_disk", "Subset"])
+def test_an_id_that_the_model_has_no_word_for_is_refused_by_name(
+    kind: str, data: Any, make_trainer: Callable[..., transformers.Trainer]
+) -> None:
+    """The largest id and the embedding's rows are compared before the first step, evaluation's rows too."""
+    shards = open_shards(data.shards)
+    dataset = {
+        "PackedDataset": lambda: PackedDataset(data.shards, multiple_of=2),
+        "load_from_disk": lambda: datasets.load_from_disk(str(data.shards)),
+        "Subset": lambda: torch.utils.data.Subset(PackedDataset(data.shards), range(len(shards))),
+    }[kind]()
+    largest = max(int(buffer.input_ids.max()) for buffer in shards)
+    for name in ("train", "eval"):
+        trainer = make_trainer(**{"train_dataset": None, f"{name}_dataset": dataset})
+        trainer.model.resize_token_embeddings(1000)  # more than any id
+        check_trainer(trainer)
+        trainer.model.resize_token_embeddings(largest)
+        words = rf"{name}_dataset holds token id {largest}, .* {largest} rows, for ids up to {largest - 1}: "
+        with pytest.raises(OptionError, match=words):
+            check_trainer(trainer)
+
+
+def test_a_manifest_s_vocabulary_spares_reading_the_rows(
+    tmp_path: Any, make_trainer: Callable[..., transformers.Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model has as many words as the tokenizer of the shards, no buffer is read for it."""
+    pack_dataset(CHATS, tokenizer=TOKENIZER, out=tmp_path / "shards", options=PackOptions(capacity=1024))
+    trainer = make_trainer(train_dataset=PackedDataset(tmp_path / "shards"))
+    words = trainer.train_dataset.shards.manifest["fingerprint"]["chat"]["vocabulary"]
+    trainer.model.resize_token_embeddings(words)
+    monkeypatch.setattr(PackedDataset, "__getitem__", lambda *_: pytest.fail("reads a buffer"))
+    check_trainer(trainer)
+
+
 def test_settings_that_spoil_two_ranks_are_refused_by_name(
     data: Any, make_trainer: Callable[..., transformers.Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,3 +391,12 @@ def test_check_trainer_knows_parallelism_that_cuts_sequences() -> None:
     )
     with pytest.raises(OptionError, match="cut sequences apart"):
         check_trainer(trainer)
+
+
+@pytest.mark.parametrize("given", ["out", None, transformers.Trainer], ids=repr)
+def test_what_is_no_trainer_is_refused_by_name(given: object) -> None:
+    """A folder, nothing or the class: a typed error that says what was given."""
+    with pytest.raises(
+        OptionError, match=rf"takes a transformers.Trainer .*, not the {type(given).__name__} "
+    ):
+        check_trainer(given)

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -527,6 +528,37 @@ def test_a_path_to_no_tokenizer_says_so(tmp_path, monkeypatch, name, says):
     Path("one.json").write_text("{}")
     with pytest.raises(InputError, match=says):
         load_tokenizer(name)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda state: "{}", r"tokenizer\.json is no whole tokenizer: Model missing"),
+        (lambda state: "[]", r"tokenizer\.json is no whole tokenizer: .*sequence"),
+        (lambda state: json.dumps(state)[:900], r"tokenizer\.json is no whole tokenizer: EOF"),
+        (lambda state: without(state, "model"), r"tokenizer\.json is no whole tokenizer: Model missing"),
+        (lambda state: without(state, "model", "vocab"), r"tokenizer\.json is .*: Missing vocab/merges"),
+        (lambda state: without(state, "added_tokens", 0, "id"), r"tokenizer\.json is .*: missing field `id`"),
+        (lambda state: without(state, "added_tokens"), r"in tokenizer\.json .* there is no 'added_tokens'"),
+    ],
+    ids=["empty", "list", "cut", "model", "vocab", "id", "added_tokens"],
+)
+def test_a_tokenizer_file_that_lacks_a_part_is_named(tmp_path, spoil, says):
+    """A tokenizer.json that is cut off or lacks a key: an input error with the file and what is missing."""
+    folder = shutil.copytree(TOKENIZER, tmp_path / "mine")
+    state = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    (folder / "tokenizer.json").write_text(spoil(state), "utf-8")
+    with pytest.raises(InputError, match=says) as caught:
+        load_tokenizer(str(folder))
+    assert str(folder) in str(caught.value)
+
+
+def without(state, *path):
+    part = state
+    for key in path[:-1]:
+        part = part[key]
+    del part[path[-1]]
+    return json.dumps(state)
 
 
 def test_a_hub_out_of_reach_is_asked_once(tmp_path, monkeypatch):

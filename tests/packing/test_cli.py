@@ -17,7 +17,7 @@ import pytest
 from packing import cli
 from packing.buffer import build_buffer
 from packing.example import make_example
-from packing.pipeline import PackOptions, pack_dataset
+from packing.pipeline import PackOptions, pack_dataset, pool
 from packing.sample import CHATS, TOKENIZER
 from packing.shards import ShardWriter, open_shards
 
@@ -187,7 +187,9 @@ def test_a_dry_run_shows_and_writes_nothing(padfree, tmp_path, monkeypatch):
     """Counts, rejected rows with their reason, and the trained text of the first example."""
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(f'{{"messages": []}}\n{GOOD}\n{GOOD}\n')
-    status, out, err = padfree("pack", "rows.jsonl", "--tokenizer", TOKENIZER, "--dry-run", 2)
+    status, out, err = padfree(
+        "pack", "rows.jsonl", "--tokenizer", TOKENIZER, "--dry-run", 2, "--max-rejects", 0.5
+    )
     assert (status, err) == (0, "")
     assert "rows.jsonl:1 empty_conversation" in out
     assert "⟦a<|im_end|>⟧" in out
@@ -222,6 +224,22 @@ def test_bench_gives_figures(padfree):
     assert found["encoder"]["examples"]
 
 
+def test_bench_takes_no_compiler_for_a_stage():
+    """Before the clock runs, numba is imported and the algorithm that will plan is compiled."""
+    code = """
+import sys
+from packing import cli, pipeline
+def looked(*_, **__):
+    bins = sys.modules.get("packing.bins")
+    print(bool(bins and bins._best_fit.signatures))
+    raise KeyboardInterrupt
+pipeline.pack_dataset = looked
+cli.main(["bench", *sys.argv[1:]])
+"""
+    command = [sys.executable, "-c", code, str(CHATS), "--tokenizer", str(TOKENIZER)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+
+
 def test_template_says_whether_training_is_right(padfree, tmp_path):
     """The audit is a table with the trained text of a conversation, or JSON; exit 1 where it is wrong."""
     status, out, err = padfree("template", TOKENIZER)
@@ -231,7 +249,8 @@ def test_template_says_whether_training_is_right(padfree, tmp_path):
     (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n{{\n{GOOD}\n")
     status, out, _ = padfree("template", TOKENIZER, "--data", tmp_path / "rows.jsonl")
     assert status == 0
-    assert "2 of 2" in out
+    assert "2 of 3" in out
+    assert "bad_json: 1" in out
     assert "⟦a<|im_end|>⟧" in out
     status, out, _ = padfree("template", TOKENIZER, "--json")
     assert json.loads(out)["right"] is True
@@ -239,6 +258,23 @@ def test_template_says_whether_training_is_right(padfree, tmp_path):
     status, out, _ = padfree("template", TOKENIZER, "--chat-template", tmp_path / "own.jinja", "--json")
     assert status == 1
     assert json.loads(out)["right"] is False
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "said"),
+    [
+        (f'{GOOD}\n{{\n\xff\n{{"messages": []}}\n', 0, ("1 of 4", "bad_json: 1", "bad_encoding: 1", "empty")),
+        ("{\n3\n", 1, ("0 of 2", "bad_json: 1", "bad_record: 1")),
+        ("\n", 2, ("there are no rows in rows.jsonl",)),
+    ],
+)
+def test_template_counts_every_row_of_one_s_own(padfree, tmp_path, monkeypatch, rows, status, said):
+    """Rows that are no conversation are counted by reason with those that the template refuses."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(rows, "latin-1")
+    found, out, err = padfree("template", TOKENIZER, "--data", "rows.jsonl")
+    assert found == status
+    assert all(words in out + err for words in said), out
 
 
 def test_shards_of_another_writer_can_be_looked_at(padfree, tmp_path):
@@ -274,6 +310,23 @@ def test_inspect_marks_exactly_the_trained_text(padfree, packed):
         text = out.split("──")[-1]
         marked = "".join(piece.split("⟧")[0] for piece in text.split("⟦")[1:])
         assert marked == tokenizer.decode(labels[labels >= 0])
+
+
+def test_inspect_shows_the_ids(padfree, packed):
+    """With --ids the line below an example's text is its token ids, the trained ones between the marks."""
+    example = open_shards(packed).example(100)
+    _, plain, _ = padfree("inspect", packed, "--example", 100)
+    status, out, _ = padfree("inspect", packed, "--example", 100, "--ids")
+    assert status == 0
+    assert out.startswith(plain)
+    line = out.removeprefix(plain).strip()
+    assert line.replace("⟦", "").replace("⟧", "") == " ".join(map(str, example.input_ids.tolist()))
+    trained = [int(word) for part in line.split("⟦")[1:] for word in part.split("⟧")[0].split()]
+    assert trained == [label for label in example.labels.tolist() if label >= 0]
+    _, out, _ = padfree("inspect", packed, "--buffer", 3, "--ids")
+    for number in open_shards(packed)[3].example_ids.tolist():
+        ids = open_shards(packed).example(number).input_ids
+        assert " ".join(map(str, ids.tolist())) in out.replace("⟦", "").replace("⟧", "")
 
 
 def test_inspect_names_the_source_line(padfree, packed):
@@ -403,22 +456,46 @@ def test_too_many_bad_rows_stop_the_run(padfree, tmp_path, kind):
     assert os.listdir(tmp_path) == ["rows.jsonl"]
 
 
+@pytest.mark.parametrize(("good", "allowed"), [(3, 0.1), (0, 1)], ids=["too many", "all"])
 @pytest.mark.parametrize("verb", ["pack", "bench"])
-def test_too_many_bad_rows_name_a_command_that_shows_them(padfree, tmp_path, verb):
+def test_too_many_bad_rows_name_a_command_that_shows_them(padfree, tmp_path, verb, good, allowed):
     """The line ends in a command that can be pasted, with the run's own options; it lists them all."""
     rows = tmp_path / "my rows.jsonl"
-    rows.write_text(f"{GOOD}\n" * 3 + "{\n" * 6, "utf-8")
+    rows.write_text(f"{GOOD}\n" * good + "{\n" * 6, "utf-8")
     more = ("--out", tmp_path / "out") if verb == "pack" else ()
-    status, _, err = padfree(verb, rows, "--tokenizer", TOKENIZER, "--capacity", 64, *more)
+    words = (rows, "--tokenizer", TOKENIZER, "--capacity", 64, "--max-rejects", allowed, *more)
+    status, _, err = padfree(verb, *words)
     assert status == 2
     assert is_one_line(err)
     command = shlex.split(err.partition("see more with: ")[2].removesuffix(" (--json has all)\n"))
     assert command[:2] == ["padfree", "pack"]
-    assert command[-2:] == ["--dry-run", "9"]
+    assert command[-2:] == ["--dry-run", str(good + 6)]
+    refusal = err.partition("; see more with: ")[0]
     status, out, err = padfree(*command[1:])
-    assert (status, err) == (0, "")
+    assert (status, err.strip()) == (2, refusal)
     assert out.count("rows.jsonl:") == 6
     assert "64 tokens" in out
+    assert len(json.loads(padfree(*command[1:], "--json")[1])["rejects"]) == 6
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_dry_run_refuses_what_the_run_would(padfree, tmp_path, force):
+    """An output that may not be replaced, too many rejects, all of them, no rows: pack's line and exit."""
+    (tmp_path / "there").mkdir()
+    files = {"some": f"{GOOD}\n{{\n", "all": "{\n", "none": "\n", "good": f"{GOOD}\n"}
+    for name, rows in files.items():
+        (tmp_path / name).write_text(rows)
+        words = pack_words(tmp_path / name, tmp_path / ("there" if name == "good" else "out"))
+        words = (*words, "--max-rejects", 1 if name == "all" else 0.1, *(["--force"] if force else []))
+        status, _, err = padfree(*words)
+        assert status == 2
+        found, _, said = padfree(*words, "--dry-run", 5)
+        assert (found, said.strip()) == (status, err.partition("; see more with: ")[0].strip()), name
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json").write_text("{}")
+    words = pack_words(tmp_path / "good", tmp_path / "out", "--dry-run", 5)
+    assert padfree(*words)[0] == 2
+    assert padfree(*words, "--force")[0] == 0
 
 
 def test_pack_says_what_it_counts(padfree, tmp_path):
@@ -628,9 +705,18 @@ def wait_for(condition, *, seconds=60):
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)]
+    ("number", "group", "status", "says"),
+    [
+        (signal.SIGKILL, False, -9, ""),
+        (signal.SIGTERM, False, 143, "padfree: asked to stop (SIGTERM)\n"),
+        (signal.SIGTERM, True, 143, "padfree: asked to stop (SIGTERM)\n"),
+        (signal.SIGINT, True, 130, "padfree: interrupted\n"),  # as a terminal does
+    ],
+    ids=["SIGKILL", "SIGTERM", "SIGTERM to all", "Ctrl-C"],
 )
-def test_a_run_that_is_killed_leaves_nothing_that_looks_whole(tmp_path, long_input, number, status):
+def test_a_run_that_is_killed_leaves_nothing_that_looks_whole(
+    tmp_path, long_input, number, group, status, says
+):
     """Killed half-way, pack leaves no output and no worker; asked politely, nothing; the next run works."""
     words = [str(word) for word in pack_words(long_input, tmp_path / "out", "--workers", 2)]
     process = subprocess.Popen(
@@ -641,22 +727,60 @@ def test_a_run_that_is_killed_leaves_nothing_that_looks_whole(tmp_path, long_inp
         workers = descendants(process.pid)
         time.sleep(0.5)
         assert process.poll() is None, "the input is too short for this test"
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as a terminal does
+        if group:
+            os.killpg(process.pid, number)
         else:
             process.send_signal(number)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == status
-    assert out == ""
-    assert "Traceback" not in err
+    assert (out, err) == ("", says)
     assert not (tmp_path / "out").exists()
     wait_for(lambda: not any(map(alive, workers)), seconds=20)
     if number != signal.SIGKILL:
         assert os.listdir(tmp_path) == []
     assert cli.main([str(word) for word in pack_words(CHATS, tmp_path / "out", "--workers", 1)]) == 0
     assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "says"),
+    [
+        (signal.SIGTERM, 143, "padfree: asked to stop (SIGTERM)\n"),
+        (signal.SIGINT, 130, "padfree: interrupted\n"),
+    ],
+)
+def test_what_a_signal_brings_about_is_not_taken_for_a_fault(
+    padfree, tmp_path, monkeypatch, number, status, says
+):
+    """Workers that died of the signal too, or a compiler broken off by it: the line names the signal."""
+    from packing import pipeline
+
+    for consequence in (pool.WorkerDied("for lack of memory"), RuntimeError("no compiled object yet")):
+
+        def broken_off(*_, consequence=consequence, **__):
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            except KeyboardInterrupt:
+                raise consequence from None
+
+        monkeypatch.setattr(pipeline, "pack_dataset", broken_off)
+        assert padfree(*pack_words(CHATS, tmp_path / "out")) == (status, "", says)
+
+
+def test_an_unpack_that_is_stopped_leaves_nothing(packed, tmp_path):
+    """SIGTERM amid the writing: no part of the file stays beside its name."""
+    code = (
+        "import os, signal, sys; from packing import cli, report; "
+        "report.unpacked = lambda _: (os.kill(os.getpid(), signal.SIGTERM) or b'' for _ in range(9)); "
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "unpack", str(packed), "--out", str(tmp_path / "file")]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (143, "padfree: asked to stop (SIGTERM)\n")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_closed_pipe_is_quiet(packed):

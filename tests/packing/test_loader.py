@@ -73,6 +73,19 @@ def per_buffer(batch: Batch) -> list[list[int]]:
 # Batches
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_torch_loader_needs_no_collate(directory: Path, workers: int) -> None:
+    """Without a `collate_fn` torch's DataLoader makes the same batches, in worker processes too."""
+    dataset = PackedDataset(directory)
+    plain = DataLoader(dataset, batch_size=2, num_workers=workers)
+    told = DataLoader(dataset, batch_size=2, collate_fn=collate)
+    for batch, expected in zip(plain, told, strict=True):
+        check_batch(batch)
+        assert all(
+            torch.equal(torch.as_tensor(batch[key]), torch.as_tensor(expected[key])) for key in expected
+        )
+
+
 @given(bins=bins_of(CAPACITY, most=5), fixed=st.booleans())
 def test_batches_keep_the_laws(bins: Any, fixed: bool) -> None:
     """Whatever the bins: T is buffers × capacity, each buffer's rest is one segment, the laws hold."""

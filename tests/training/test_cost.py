@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from training import cost
 from training.config import Checkpoint, Config, Data, Lora, Model, Optim, Parallel
-from training.cost import Work, flops, itemised, most, price, price_on_host, recomputed, work
+from training.cost import Work, doubts, flops, itemised, most, price, price_on_host, recomputed, work
 from training.errors import OptionError
 from training.kernels.binding import find_attentions
 from training.kernels.families import FAMILIES, Family, tiny_config
@@ -233,6 +234,66 @@ def test_products_on_the_host_are_what_a_step_puts_there() -> None:
         rf" *{2 * held / 2**20:.2f} MiB  in the host's memory for its 2 ranks, .* has {there:.2f} GiB",
         lines[-1],
     )
+
+
+def test_too_little_memory_is_foreseen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CPU's ranks' price, or what a GPU's keep on the host, against what is free; the most is named."""
+    config = Config(data=Data(shards=""), checkpoint=Checkpoint(background=True))
+    model = skeleton(plain(), precision="fp32")
+    arguments: dict[str, Any] = {"ranks": 4, "capacity": 8192, "precision": "fp32"}
+    on_host = 2 * sum(price_on_host(config, model, **arguments).values())
+    needed = on_host + 2 * sum(price(config, model, **arguments).values())
+    monkeypatch.setattr(cost, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(cost, "LIMIT", tmp_path / "limit")
+
+    def found(free: int | None, device: str, limit: str | None = None) -> list[str]:
+        """With so many KiB free."""
+        if free is not None:
+            cost.MEMINFO.write_text(f"MemTotal: 99 kB\nMemAvailable:   {free} kB\nBuffers: 1 kB\n")
+        if limit is not None:
+            cost.LIMIT.write_text(limit)
+        world: Any = SimpleNamespace(size=4, local_size=2, device=torch.device(device))
+        return list(doubts(config, model, world=world, capacity=8192, precision="fp32"))
+
+    assert found(None, "cpu") == []
+    assert found(needed // 1024 + 1, "cpu") == []
+    (line,) = found(needed // 1024 - 1, "cpu")
+    assert line.startswith(
+        f"{needed / 2**20:.2f} MiB of memory for this machine's 2 ranks, estimated, most for"
+    )
+    assert "most for logits of the loss, and" in line
+    assert found(on_host // 1024 + 1, "cuda") == []
+    (line,) = found(on_host // 1024 - 1, "cuda")
+    assert "most for copy of what a checkpoint holds" in line
+    assert found(2**30, "cpu", "max\n") == []
+    (line,) = found(2**30, "cpu", f"{needed - 1}\n")  # a container's limit
+
+
+def test_a_checkpoint_that_torchrun_would_cut_off_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun alone: before torch 2.12 after 30 s in any case, since after what the variable says."""
+    config = Config(data=Data(shards=""))
+    model = skeleton(plain(), precision="fp32")
+    world: Any = SimpleNamespace(size=2, local_size=1, device=torch.device("cuda"))
+    monkeypatch.setattr(
+        cost, "WRITTEN_PER_S", 12 * model.num_parameters() / 2 / 45
+    )  # 45 s, weights and moments
+
+    def found(version: str, **variables: str) -> list[str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "__version__", version)
+            patch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            return list(doubts(config, model, world=world, capacity=64, precision="fp32"))
+
+    under = {"TORCHELASTIC_ERROR_FILE": "logs/run_x/attempt_0/0/error.json"}
+    assert found("2.11.0+cu130") == []
+    for version, seconds in (("2.11.0+cu130", "580"), ("2.13.0", "30"), ("2.13.0", "40")):
+        (line,) = found(version, **under, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=seconds)
+        told = "30" if version.startswith("2.11") else seconds
+        assert line.startswith(f"torchrun kills its ranks {told} s after SIGTERM")
+        assert " takes 45 s " in line
+    assert found("2.13.0", **under, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="580") == []
 
 
 def test_replicas_hold_as_much_as_their_group_does_alone() -> None:

@@ -87,6 +87,33 @@ def test_a_path_to_nothing_is_not_taken_for_a_name_on_the_hub(
     assert found.checks[-1].detail == f"{name}: no such file or directory"
 
 
+@pytest.mark.parametrize("name", ["tiny-qwen3_5", "Mistral"])
+def test_a_built_in_model_can_be_asked_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's tiny model and the families that doctor lists go by name; a folder comes first."""
+    monkeypatch.chdir(tmp_path)
+    found = doctor.run_doctor(name, device="cpu")
+    assert found.exit_code == 0
+    assert [check.state for check in found.checks if (check.subject, check.name) == (name, "isolation")] == [
+        "ok"
+    ]
+    Path(name).mkdir()
+    found = doctor.run_doctor(name, device="cpu")
+    assert found.exit_code == 1
+    assert "give a model's folder" in found.checks[-1].detail
+
+
+def test_an_unknown_name_is_told_those_that_are_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing has that name the line lists the built-in ones; of a folder that is wrong it does not."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = doctor.run_doctor("tiny-qwen", device="cpu")
+    assert found.exit_code == 1
+    (detail,) = (check.detail for check in found.checks if check.subject == "tiny-qwen")
+    assert "built in are tiny-qwen3_5, Qwen3.5, " in detail
+    assert "'Gemma 3', Mistral" in detail
+
+
 def test_a_refused_layer_fails_the_model_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

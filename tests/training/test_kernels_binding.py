@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import functools
 import inspect
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -12,10 +14,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from torch.distributed.fsdp import fully_shard
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from training.kernels import (
+    CHOICES,
     KernelError,
     attention,
     bind,
@@ -27,7 +31,7 @@ from training.kernels import (
     unbind,
 )
 from training.kernels.families import FAMILIES, build, tiny, tiny_config
-from training.kernels.packages import machine
+from training.kernels.packages import PACKAGES, machine
 
 FAMILY = {family.name: family for family in FAMILIES}
 LENGTHS = (1, 63, 64, 65, 7)
@@ -241,6 +245,36 @@ def test_every_mixing_function_is_looked_up_where_binding_puts_it() -> None:
     """The layer's forward reads its module's globals by name: binding rests on that, on each transformers."""
     names = inspect.unwrap(modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward).__code__.co_names
     assert {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"} <= set(names)
+
+
+@pytest.mark.parametrize("given", ["m", None, torch.nn.Linear, torch.nn.Linear(1, 1)], ids=repr)
+def test_what_is_no_model_is_refused_by_name(given: object) -> None:
+    """A model's name, its class or a layer in a model's place: a typed error that says what was given."""
+    model = tiny(FAMILY["Qwen3"])
+    calls = {
+        "bind": lambda: bind(given),
+        "unbind": lambda: unbind(given),
+        "describe": lambda: describe(given),
+        "handshake": lambda: handshake(given, batch_of()).__enter__(),
+        "isolation": lambda: proof.isolation(given, LENGTHS, replaced=0),
+        "alone": lambda: proof.alone(given, LENGTHS),
+        "difference": lambda: proof.difference(model, given, LENGTHS),
+    }
+    for call in calls.values():
+        with pytest.raises(
+            KernelError, match=rf"from_pretrained\(…\) returns it, not the {type(given).__name__} "
+        ):
+            call()
+
+
+def test_the_extra_installs_every_kernel_that_bind_prefers() -> None:
+    """`'.[kernels]'` names each fused kernel of a convolution or recurrence; attention's is torch's own."""
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text("utf-8"))[
+        "project"
+    ]
+    named = {Requirement(line).name for line in project["optional-dependencies"]["kernels"]}
+    wanted = {kernel for part, kernels in CHOICES.items() if part != "attention" for kernel in kernels}
+    assert {PACKAGES.get(kernel, kernel) for kernel in wanted} <= named
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3.5-MoE"])

@@ -159,6 +159,23 @@ def test_dry_run_checks_and_writes_nothing(
     assert main(words("data.shards=nowhere", flags=("--dry-run",))) == 2
 
 
+def test_a_run_says_beforehand_what_may_end_it(
+    words: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that may be killed for memory says so before it takes any, and goes on; so does a dry run."""
+    few = ("schedule.steps=1", "schedule.warmup=0")
+    assert main(words(*few)) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("training.cost.free_memory", lambda: 2**20)
+    assert main(words(*few, run="tight")) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("training: ")
+    assert captured.err.count("and 1.00 MiB are free") == captured.err.count("\n") == 1
+    assert "step 1/1" in captured.out
+    assert main(words(run="other", flags=("--dry-run",))) == 0
+    assert "and 1.00 MiB are free" in capsys.readouterr().out.splitlines()[-1]
+
+
 def tiny_qwen3(**changes: Any) -> Qwen3Config:
     return Qwen3Config(
         **{
@@ -226,7 +243,7 @@ def test_bad_data_is_refused(
         tiny_qwen3(max_position_embeddings=63).to_json_string(use_diff=False)
     )
     for name, parts in {
-        "small.json": ("97 words", "the model has 90", "own tokenizer"),
+        "small.json": ("97 words and holds ids up to 96", "the model has 90", "own tokenizer"),
         "huge.json": ("97 words", "the model has 2146", "own tokenizer"),
         "short.json": ("capacity of 64", "takes 63 positions", "--capacity 63"),
     }.items():
@@ -250,6 +267,21 @@ def test_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
     for part in (None, "eval"):
         data = TrainingData(str(tmp_path / "packed"), part=part, rank=0, world_size=1)
         assert data._words == data.vocabulary == 1019
+
+
+def test_a_tokenizer_may_have_words_that_no_row_uses(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Gemma 3's image token: a model with fewer words than the tokenizer trains where no id is beyond."""
+    example = make_example(np.array([1, 2, 80]), trained=np.ones(3, bool))
+    packed = write_shards(tmp_path / "packed", train=[[example]], vocabulary=82)
+    for rows in (80, 81):
+        (tmp_path / "model.json").write_text(tiny_qwen3(vocab_size=rows).to_json_string(use_diff=False))
+        here = words(f"data.shards={packed}", f"model.config={tmp_path / 'model.json'}", "schedule.steps=1")
+        if rows == 80:
+            refused(here, capsys, "82 words and holds ids up to 80", "the model has 80 words")
+        else:
+            assert main(here) == 0
 
 
 def test_without_words_the_ids_of_both_parts_decide(

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from training.kernels import attention, convolution, recurrence
-from training.kernels.contract import KernelError, check_call
+from training.kernels.contract import KernelError, check_call, check_model
 from training.kernels.families import ARCHITECTURES, MIXERS, UNFUSED
 from training.kernels.packages import Machine, machine
 
@@ -133,7 +133,12 @@ def bind(
 
 
 def unbind(model: _M) -> _M:
-    """Takes a binding away: the model is as transformers made it. Does nothing where there is none."""
+    """Takes a binding away: the model is as transformers made it. Does nothing where there is none.
+
+    Raises:
+        KernelError: it is no model.
+    """
+    check_model(model)
     for handle, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, CallCheck):
             del model._forward_pre_hooks[handle]
@@ -151,7 +156,7 @@ def describe(model: torch.nn.Module) -> list[Row]:
     """What computes each kind of layer of a bound model, and where it comes from.
 
     Raises:
-        KernelError: the model is not bound.
+        KernelError: the model is not bound, or no model.
     """
     check = binding_of(model)
     decoder = _decoder(model)
@@ -179,8 +184,9 @@ def binding_of(model: torch.nn.Module) -> CallCheck:
     """The binding of a model.
 
     Raises:
-        KernelError: there is none.
+        KernelError: there is none, or no model.
     """
+    check_model(model)
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, CallCheck):
             return hook

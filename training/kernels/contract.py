@@ -30,6 +30,19 @@ class Unsupported(KernelError):
     """A layer that these kernels do not compute, whatever is installed."""
 
 
+def check_model(model: Any) -> None:
+    """Refuses what is no model of transformers: its name, its class, its configuration.
+
+    Raises:
+        KernelError: says what was given.
+    """
+    if not (isinstance(model, torch.nn.Module) and hasattr(model, "get_input_embeddings")):
+        raise KernelError(
+            f"a model is needed, as AutoModelForCausalLM.from_pretrained(…) returns it, not the "
+            f"{type(model).__name__} {' '.join(repr(model).split())[:60]}"
+        )
+
+
 def make_batch(
     input_ids: torch.Tensor,
     seq_lengths: Sequence[int],

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
-from training.kernels.contract import Batch, make_batch
+from training.kernels.contract import Batch, check_model, make_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,11 @@ def isolation(model: Any, seq_lengths: Sequence[int], *, replaced: int, seed: in
         seq_lengths: At least two examples.
         replaced: Which one, from 0.
         seed: Of the tokens and of the random loss.
+
+    Raises:
+        KernelError: it is no model.
     """
+    check_model(model)
     device = next(model.parameters()).device
     start, end = sum(seq_lengths[:replaced]), sum(seq_lengths[: replaced + 1])
     embedding = model.get_input_embeddings()
@@ -196,7 +200,11 @@ def alone(model: Any, seq_lengths: Sequence[int], *, seed: int = 0) -> Apart:
     """One packed run of all examples against one run of each by itself, logits and gradients.
 
     Experts are given the packed run's routing: a near tie decided the other way is no leak.
+
+    Raises:
+        KernelError: it is no model.
     """
+    check_model(model)
     device = next(model.parameters()).device
     tokens = _tokens(model, seq_lengths, seed)
     weights = _weights(model, len(tokens), device, seed)
@@ -221,7 +229,13 @@ def alone(model: Any, seq_lengths: Sequence[int], *, seed: int = 0) -> Apart:
 
 
 def difference(model: Any, reference: Any, seq_lengths: Sequence[int], *, seed: int = 0) -> Apart:
-    """A model against a reference with the same weights in fp32, on the same packed buffer and routing."""
+    """A model against a reference with the same weights in fp32, on the same packed buffer and routing.
+
+    Raises:
+        KernelError: one of them is no model.
+    """
+    check_model(model)
+    check_model(reference)
     device = next(model.parameters()).device
     tokens = _tokens(model, seq_lengths, seed)
     weights = _weights(model, len(tokens), device, seed)
