@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from record import save
 
 from packing import ShardSet, open_shards
@@ -69,12 +71,16 @@ def main() -> int:
     baseline = unigram(shards, shards.part("eval"), words=words)
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{seed}.json" for seed in range(arguments.seeds)]
-        commands = [
-            [sys.executable, *sys.argv, "--worker", str(seed), "--out", str(out)]
-            for seed, out in enumerate(outs)
-        ]
+        gpus = torch.cuda.device_count()
+
+        def run(seed: int) -> int:
+            """The seed's process, on one of the GPUs in turn."""
+            one = {"CUDA_VISIBLE_DEVICES": str(seed % gpus)} if gpus > 1 else {}
+            command = [sys.executable, *sys.argv, "--worker", str(seed), "--out", str(outs[seed])]
+            return subprocess.call(command, env={**os.environ, **one})
+
         with ThreadPoolExecutor(arguments.at_once or arguments.seeds) as threads:
-            ended = list(threads.map(subprocess.call, commands))
+            ended = list(threads.map(run, range(arguments.seeds)))
         if any(ended):
             raise SystemExit("a seed's process failed: its own words are above")
         seeds = [json.loads(out.read_text("utf-8")) for out in outs]
@@ -101,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seeds", type=int, default=3)
     found.add_argument("--at-once", type=int, help="seeds side by side; all by default")
     found.add_argument("--name", default="learning", help="of the result")
-    found.add_argument("--steps", type=int, default=150)
+    found.add_argument("--steps", type=int, default=100)
     found.add_argument("--buffers", type=int, default=1, help="packed buffers a step")
     found.add_argument("--lr", type=float, default=1e-3)
     found.add_argument("--worker", type=int, metavar="SEED", help=argparse.SUPPRESS)

@@ -108,7 +108,7 @@ class Model:
     whole_layers: int = setting(0, between=(0, 1024), free=True)
     """So many layers at the end recompute nothing."""
     host_layers: int = setting(0, between=(0, 1024), free=True)
-    """So many layers at the beginning recompute all but their matrix products, kept in the host's memory."""
+    """So many layers, spread evenly, recompute all but their matrix products, kept in the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from training.kernels.binding import find_attentions, find_mixers, parts
 from training.launch import shutdown_s
 from training.model import blocks, ends, skeleton
 from training.parallel import World
-from training.recompute import Again, layout, worth_keeping
+from training.recompute import LEAVING, ON_HOST, Again, layout, worth_keeping
 
 PEAK = {"H200": 989.4e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """FLOP/s of dense bf16 matrix products, by a part of the device's name. Source: the makers' data sheets."""
@@ -204,13 +204,13 @@ def price(
             4 * outside if ranks == 1 else outside // 2 * (2 * computed + 4)
         ),
         "gradients kept whole over the micro-batches of a step": trained * 4 if whole_step else 0,
-        "inputs of layers that recompute": (again["all"] + again["all but products on the host"])
-        * tokens
-        * hidden
-        * computed,
+        "inputs of layers that recompute": (again["all"] + again[ON_HOST]) * tokens * hidden * computed,
         # Elementwise operations keep about as much as the matrix products do.
         "activations of one layer, and of those that keep them": int(
-            tokens * outputs * computed * (2 + 2 * again["nothing"] + again["all but products"])
+            tokens
+            * outputs
+            * computed
+            * (2 + 2 * again["nothing"] + again["all but products"] + min(again[ON_HOST], LEAVING))
         ),
         "logits of the loss": tokens * hidden * computed * config.model.loss_chunk
         if precision != "fp32"
@@ -236,17 +236,18 @@ def price_on_host(
 ) -> dict[str, int]:
     """Bytes in the host's memory for each rank, by what they are for; the arguments are `price`'s."""
     sharded = _sharded(config, model, ranks=ranks, precision=precision)
+    layers = blocks(model)
     kept = sum(
         product.out_features
-        for layer in blocks(model)[: config.model.host_layers]
+        for layer, what in zip(layers, _layout(config, layers=len(layers)), strict=True)
         for product in layer.modules()
-        if isinstance(product, nn.Linear) and worth_keeping(product.in_features, product.out_features)
+        if what == ON_HOST
+        and isinstance(product, nn.Linear)
+        and worth_keeping(product.in_features, product.out_features)
     )
     return {
         "weights, gradients and optimizer states": sum(sharded.values()) if config.parallel.offload else 0,
-        "products of the first layers, pinned": (
-            kept * capacity * config.data.buffers * (4 if precision == "fp32" else 2)
-        ),
+        "kept products, pinned": (kept * capacity * config.data.buffers * (4 if precision == "fp32" else 2)),
         "copy of what a checkpoint holds, while it is written": (
             _saved(config, sharded) if config.checkpoint.background else 0
         ),
@@ -333,7 +334,7 @@ def _size(count: int) -> str:
 def recomputed(config: Config, *, layers: int) -> tuple[float, float]:
     """Shares of the layers that compute all again in the backward pass, and all but matrix products."""
     again = _layout(config, layers=layers)
-    products = again.count("all but products") + again.count("all but products on the host")
+    products = again.count("all but products") + again.count(ON_HOST)
     return again.count("all") / layers, products / layers
 
 

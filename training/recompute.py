@@ -1,22 +1,26 @@
 """Which activations a layer keeps, and which it computes again in the backward pass.
 
-    layer      0 … h-1               h … n-k-j-1      n-k-j … n-j-1             n-j … n-1
-    keeps      products, on the host its input        and its matrix products   all
-    computes   the rest again        all again        the rest again            nothing again
+    layer      … n-k-j-1       n-k-j … n-j-1             n-j … n-1
+    keeps      its input       and its matrix products   all
+    computes   all again       the rest again            nothing again
+
+    h of the first n-j, spread evenly among them, keep their products in the host's memory
 
 Gradients, freed by the last step, are none at the end of the forward pass, so activations may fill what
 gradients will need: the last layers are freed first, while gradients grow. At a hidden size of 5,120, a
-gigabyte of kept products saves 5.1 TFLOP, a gigabyte of everything about half of that. The first layers'
-products are needed last: they have the whole step to go to the host and to come back, 53 GB/s each way on
-an H200, by the copy engines, which take nothing from the products.
+gigabyte of kept products saves 5.1 TFLOP, a gigabyte of everything about half of that. Products go to the
+host and come back by the copy engines, 55 GB/s each way on an H200, which take nothing from the computation.
+There a layer's products take longer to go than the layer takes: spread among others, they do not pile up.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import torch
@@ -27,19 +31,24 @@ from torch.utils.checkpoint import checkpoint
 from training.errors import OptionError
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+LEAVING = 2
+"""Layers whose products may be on their way to the host at a time, and still on the device."""
 
 
 Again = Literal["all", "all but products", "all but products on the host", "nothing"]
+ON_HOST: Again = "all but products on the host"
 
 
 def layout(layers: int, *, every: int, keep_layers: int, whole_layers: int, host_layers: int) -> list[Again]:
     """What each of so many layers computes again in the backward pass; the options are `recompute`'s."""
-    middle = range(host_layers, layers - keep_layers - whole_layers)
-    host: list[Again] = ["all but products on the host"] * host_layers
-    before: list[Again] = ["all" if every and not number % every else "nothing" for number in middle]
-    products: list[Again] = ["all but products"] * keep_layers
-    whole: list[Again] = ["nothing"] * whole_layers
-    return host + before + products + whole
+    early = layers - whole_layers
+    on_host = [(early - 1 - i) * host_layers % early >= early - host_layers for i in range(early)]
+    middle = early - host_layers - keep_layers
+    others: Iterator[Again] = chain(
+        ("all" if every and not i % every else "nothing" for i in range(middle)),
+        repeat("all but products", keep_layers),
+    )
+    return [ON_HOST if there else next(others) for there in on_host] + ["nothing"] * whole_layers
 
 
 def recompute(
@@ -57,7 +66,7 @@ def recompute(
         every: Of the layers that no other option names, every n-th forgets all but its input; 0: none does.
         keep_layers: So many before the last `whole_layers` keep their matrix products' outputs as well.
         whole_layers: So many at the end keep everything.
-        host_layers: So many at the beginning keep their products' outputs in the host's memory.
+        host_layers: So many of those before keep their products' outputs in the host's memory.
 
     Raises:
         OptionError: more than there are layers, or a layer that transformers can't checkpoint.
@@ -74,11 +83,12 @@ def recompute(
         whole_layers=whole_layers,
         host_layers=host_layers,
     )
-    kinds = {"all but products": Kept, "all but products on the host": OnHost}
+    kinds = {"all but products": Kept, ON_HOST: OnHost}
     kept = [kinds[what]() if what in kinds else None for what in again]
+    leaving: Leaving = deque()
     for layer, what, own, before in zip(layers, again, kept, [None, *kept], strict=False):
         if what != "nothing":
-            _checkpoint(layer, partial(_contexts, own, before))
+            _checkpoint(layer, partial(_contexts, own, before, leaving))
 
 
 def _checkpoint(layer: nn.Module, context_fn: Any) -> None:
@@ -91,12 +101,18 @@ def _checkpoint(layer: nn.Module, context_fn: Any) -> None:
 
 
 def _contexts(
-    own: Kept | None, before: Kept | None
+    own: Kept | None, before: Kept | None, leaving: Leaving
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Of a layer's forward, and of its second one within the backward; `before` is the layer's before it."""
+    """Of a layer's forward, and of its second one within the backward.
+
+    Args:
+        own: What the layer keeps.
+        before: What the layer before it keeps.
+        leaving: What the last few layers keep, in the order of their forward passes; of the whole model.
+    """
     if own is None:
         return nullcontext(), nullcontext() if before is None else _ahead(before)
-    return _Keeping(own), _Recalling(own, before)
+    return _Keeping(own, leaving), _Recalling(own, before)
 
 
 @contextmanager
@@ -119,6 +135,9 @@ class Kept:
         """The next product of the forward pass."""
         self._products.append(product)
 
+    def gone(self) -> None:
+        """The forward pass is `LEAVING` layers further."""
+
     def fetch(self) -> None:
         """The backward pass will be here soon."""
 
@@ -130,11 +149,18 @@ class Kept:
         return self._products.pop(0)
 
 
+Leaving = deque[Kept]
+
+
 class OnHost(Kept):
     """Those that wait in pinned host memory, which stays theirs from step to step.
 
-    Copies run on a stream of their own, beside the computation. What was put is freed on the device when
-    its copy is done; `fetch`, called one layer ahead, begins the copy back.
+    Copies run on a stream of their own, beside the computation. What was put stays on the device until the
+    forward pass is `LEAVING` layers further, and the computation then waits for its copy: so the memory is
+    free at a point of the computation that does not depend on how far the host is ahead. (With
+    `record_stream` it is free when the host happens to look after the copy is done. A host that ran ahead
+    took new memory instead: at 27B on two GPUs 138 GiB for 107, and most of a second a step to free it.)
+    `fetch`, called one layer ahead, begins the copy back.
     """
 
     def __init__(self) -> None:
@@ -142,10 +168,10 @@ class OnHost(Kept):
         self._host: list[Tensor] = []
         self._waiting = 0
         self._device = torch.device("cpu")
-        self._arrived: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
 
     def clear(self) -> None:
-        super().clear()
+        self.gone()
         self._waiting = 0
 
     def put(self, product: Tensor) -> None:
@@ -154,18 +180,23 @@ class OnHost(Kept):
             self._host.append(_host_memory(product))
         host = self._host[self._waiting]
         self._waiting += 1
+        self._products.append(product)
         if product.device.type == "cuda":
             stream = _copies(product.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 host.copy_(product, non_blocking=True)
-            product.record_stream(stream)
+            self._copied = stream.record_event()
         else:
             host.copy_(product)
 
+    def gone(self) -> None:
+        self._settle()
+        self._products = []
+
     def fetch(self) -> None:
         if self._products:
-            return
+            return  # of the last layers, which had no time to leave
         waiting = self._host[: self._waiting]
         self._products = [torch.empty_like(host, device=self._device) for host in waiting]
         if self._device.type == "cuda":
@@ -174,15 +205,20 @@ class OnHost(Kept):
             with torch.cuda.stream(stream):
                 for here, host in zip(self._products, waiting, strict=True):
                     here.copy_(host, non_blocking=True)
-            self._arrived = stream.record_event()
+            self._copied = stream.record_event()
         else:
             for here, host in zip(self._products, waiting, strict=True):
                 here.copy_(host)
 
     def wait(self) -> None:
         self.fetch()
-        if self._arrived is not None:
-            torch.cuda.current_stream().wait_event(self._arrived)
+        self._settle()
+
+    def _settle(self) -> None:
+        """The computation waits until no copy reads or writes what is here."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
 
 
 @cache
@@ -218,14 +254,18 @@ def _host_memory(product: Tensor) -> Tensor:
 
 
 class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around a layer's forward: keeps its products."""
+    """Around a layer's forward: keeps its products, and lets those of earlier layers go."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: Kept, leaving: Leaving) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
+        self._leaving = leaving
 
     def __enter__(self) -> Any:
         self._kept.clear()
+        self._leaving.append(self._kept)
+        while len(self._leaving) > LEAVING:
+            self._leaving.popleft().gone()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

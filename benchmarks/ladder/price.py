@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ladder.rungs import MOST, Rung
+from training.recompute import LEAVING
 
 PRODUCTS = 700e12
 """FLOP/s of bf16 matrix products in runs of seconds on an H200 (788e12 in 20 ms): power is the limit."""
@@ -19,11 +20,14 @@ BESIDE = 0.05
 """Share by which products are slower where communication runs beside them and takes multiprocessors."""
 BANDWIDTH = 4.0e12
 """Bytes/s of device memory, read and written; 4.3e12 for a plain copy."""
-ELEMENTWISE = 3.2e12
-"""Bytes/s of elementwise kernels."""
-UPDATE = 1.9e12
-"""Bytes/s of the optimizer's step: of torch's fused AdamW, measured; for 8-bit states a guess."""
-HOST = 53e9
+ELEMENTWISE = 1.8e12
+"""Bytes/s of elementwise kernels, by the bytes counted here: with copies and the convolution, which are not
+counted, they took 1.05 s a step of rung 3 on two H200s, and 0.41 s of rung 4c."""
+UPDATE = 1.5e12
+"""Bytes/s of torch's fused AdamW, measured there."""
+UPDATE_8BIT = 0.4e12
+"""Bytes/s of torchao's 8-bit step, measured there: 0.34 s. To find codes takes longer than to move them."""
+HOST = 55e9
 """Bytes/s between a GPU and pinned host memory, each way, measured."""
 HOST_SHARE = 0.9
 """Share of the forward pass in which products go to the host: all must be there when memory is fullest."""
@@ -220,6 +224,8 @@ def price(model: Shape, setting: Setting) -> Price:
         * (setting.whole * layer.whole + (1 - setting.whole) * 2 * model.hidden + setting.kept * layer.kept)
         for layer in model.layers
     )
+    if setting.host:
+        activations += LEAVING * t * max(layer.kept for layer in model.layers)
     logits = t * model.vocabulary
     bytes_ = {
         "weights": weights,
@@ -264,7 +270,9 @@ def price(model: Shape, setting: Setting) -> Price:
             (8 * model.head * -(-t // CHUNK) + 8 * logits if setting.fused_loss else 44 * logits) / BANDWIDTH
         ),
         "FSDP's copies": copied / BANDWIDTH,
-        "optimizer and clipping": update / UPDATE + clipping / BANDWIDTH,
+        "optimizer and clipping": (
+            update / (UPDATE_8BIT if setting.states == STATES["8bit"] else UPDATE) + clipping / BANDWIDTH
+        ),
         # Hidden but for the first and the last group; NCCL takes a tenth of the chip meanwhile.
         "communication": 0.1 * traffic + sharded * 2 * outer * 4 / LINK / 2,
         "host": 0.02 + 0.0002 * count,
@@ -299,7 +307,7 @@ def most_kept(
     count = sum(layer.count for layer in model.layers)
 
     def fits(kept: int, whole: int) -> bool:
-        trial = dataclasses.replace(setting, kept=kept / count, whole=whole / count)
+        trial = dataclasses.replace(setting, kept=kept / count, whole=whole / count, host=host / count)
         return price(model, trial).peak <= capacity
 
     whole = next((k for k in range(count, -1, -1) if fits(count - k, k)), None)

@@ -168,7 +168,9 @@ def test_price_counts_the_layers_that_recompute() -> None:
     assert kept(checkpointing=2) == (inputs // 2, one * (1 + 32))
     assert kept(keep_layers=16, whole_layers=16) == (inputs // 2, one * (1 + 16) + one * 16 // 2)
     assert kept(checkpointing=0) == (0, one * 65)
-    assert kept(host_layers=64) == (inputs, one), "their products are in the host's memory"
+    assert kept(host_layers=64) == (inputs, one + one), (
+        "two are on their way, the others in the host's memory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,12 +225,12 @@ def test_products_on_the_host_are_what_a_step_puts_there() -> None:
     priced = price_on_host(config, model, ranks=2, capacity=40, precision="fp32")
     assert priced == {
         "weights, gradients and optimizer states": 0,
-        "products of the first layers, pinned": held,
+        "kept products, pinned": held,
         "copy of what a checkpoint holds, while it is written": 0,
     }
     world: Any = SimpleNamespace(size=4, local_size=2, device=torch.device("cpu"))
     lines = itemised(config, model, world=world, capacity=40, precision="fp32")
-    assert lines[-2].endswith("in the host's memory for each rank: products of the first layers, pinned")
+    assert lines[-2].endswith("in the host's memory for each rank: kept products, pinned")
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     assert re.fullmatch(
         rf" *{2 * held / 2**20:.2f} MiB  in the host's memory for its 2 ranks, .* has {there:.2f} GiB",

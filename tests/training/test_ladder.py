@@ -145,9 +145,10 @@ def test_prices_of_the_27b_shape() -> None:
     assert 0 < settings["model.keep_layers"] < 64
     assert foreseen["peak_gib"] * 2**30 <= price.FILLED * price.CAPACITY
     assert foreseen["host_bytes"] == 0
-    settings = settings_of(BY_NAME["4h"], cuda=True) | {"model.precision": "bf16"}
-    more = price.foresee(settings, rung=BY_NAME["4h"], model=model, gpus=2, capacity=8192)
+    settings = settings_of(BY_NAME["4g"], cuda=True) | {"model.precision": "bf16"}
+    more = price.foresee(settings, rung=BY_NAME["4g"], model=model, gpus=2, capacity=8192)
     assert more is not None
+    assert more["peak_gib"] * 2**30 <= price.FILLED * price.CAPACITY
     host = settings["model.host_layers"]
     assert 0 < host <= 64 - settings["model.keep_layers"], "those that find no room on the GPU"
     assert more["host_bytes"] == pytest.approx(host * 2 * 8192 * 2 * 56_320, rel=0.03), "products of a layer"

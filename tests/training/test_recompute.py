@@ -1,6 +1,7 @@
 """What layers keep changes memory and time, never gradients."""
 
 from collections import Counter
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -74,11 +75,18 @@ def test_gradients_do_not_depend_on_what_is_kept(options: dict[str, int]) -> Non
 
 
 def test_layout() -> None:
-    """The host's layers first, every n-th of the next computes all again, then products are kept, or all."""
+    """The host's layers are spread; of the others every n-th computes all again, the last keep products."""
     found = layout(7, every=2, keep_layers=2, whole_layers=1, host_layers=1)
     products, host = "all but products", "all but products on the host"
-    assert found == [host, "nothing", "all", "nothing", products, products, "nothing"]
+    assert found == [host, "all", "nothing", "all", products, products, "nothing"]
     assert layout(2, every=0, keep_layers=0, whole_layers=0, host_layers=0) == ["nothing", "nothing"]
+    assert layout(2, every=1, keep_layers=0, whole_layers=0, host_layers=2) == [host, host]
+    assert layout(1, every=1, keep_layers=0, whole_layers=1, host_layers=0) == ["nothing"]
+    spread = layout(64, every=1, keep_layers=9, whole_layers=0, host_layers=42)
+    assert spread[:6] == [host, host, "all"] * 2
+    assert spread[-2:] == [host, products]
+    assert Counter(spread) == {host: 42, "all": 13, products: 9}
+    assert max(len(list(run)) for what, run in groupby(spread) if what == host) == 2, "two, then another"
 
 
 def test_kept_products_are_not_computed_again() -> None:
@@ -131,6 +139,21 @@ def test_products_on_the_host_live_there_from_step_to_step() -> None:
         loss.backward()
         assert (kept._products, kept._waiting) == ([], 0)
     assert places[0] == places[1]
+
+
+def test_products_leave_the_device_two_layers_later() -> None:
+    """After a forward pass the last two of four layers' products are still there; after the backward none."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**TINY["tiny-qwen3_5"], vocab_size=97)
+    ).train()
+    bind(model)
+    recompute(blocks(model), host_layers=4)
+    kept = [layer._gradient_checkpointing_func.keywords["context_fn"].args[0] for layer in blocks(model)]
+    for _ in range(2):
+        loss = model(**make_batch(torch.arange(48) % 97, [20, 28])).logits.float().logsumexp(-1).sum()
+        assert [bool(one._products) for one in kept] == [False, False, True, True]
+        loss.backward()
+        assert not any(one._products for one in kept)
 
 
 @pytest.mark.gpu
