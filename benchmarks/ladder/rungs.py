@@ -102,11 +102,11 @@ RUNGS = (
     ),
     Rung(
         name="4h",
-        title="+ two blocks gathered ahead, 16 channels",
+        title="+ two blocks gathered ahead, 8 channels",
         kind="trainer",
         after="4f",
         settings={"parallel.prefetch": 2},
-        environment={"NCCL_MAX_CTAS": "16"},
+        environment={"NCCL_MAX_CTAS": "8"},
     ),
     Rung(name="4i", title="+ compiled blocks", kind="trainer", after="4c", cuda={"model.compile": "layers"}),
     Rung(name="4", title="what gained, together", kind="trainer", after="4g"),
