@@ -229,13 +229,13 @@ def _marks(
         if number < 0:
             before = [n for n, place in enumerate(places) if place is not None and place[1] <= start]
             number = before[-1] if before else 0
-        others = [place for n, place in enumerate(places) if place is not None and n != number]
         if messages[number]["role"] != "assistant":
             raise _uncertain(
                 number, f"the template marks text of the {messages[number]['role']} as generated"
             )
-        if any(start < other_end and begin < end for begin, other_end in others):
-            raise _uncertain(number, "the template marks another message's text as generated with it")
+        for other, place in enumerate(places):
+            if other != number and place is not None and start < place[1] and place[0] < end:
+                raise _uncertain(number, "the template marks another message's text as generated with it")
         marks.setdefault(number, []).append(Piece(start, end, number))
     return marks
 
@@ -271,7 +271,7 @@ class _Turn:
         end = self._end()
         if self.calibration.marked or end is None:
             spans = self._extend(marks, end, turns.notes)
-            said = "".join(self.text[start:stop] for start, stop, _ in spans)
+            said = "".join([self.text[start:stop] for start, stop, _ in spans])
         else:
             start = self._start()
             spans = [Piece(start, end[1], self.number)]
@@ -306,10 +306,11 @@ class _Turn:
 
     def _header_end(self) -> int:
         """Where the longest known header ends that the turn begins with, a think tag in it left out."""
-        headers = self.calibration.headers_begin
-        return self.place[0] + max(
-            (len(header) for header in headers if self.text.startswith(header, self.place[0])), default=0
-        )
+        begin = self.place[0]
+        for header in self.calibration.headers_begin:
+            if self.text.startswith(header, begin):
+                return begin + len(header)
+        return begin
 
     def _end(self) -> Place | None:
         """Where the marker that ends the turn stands; None where the template has none at all."""
