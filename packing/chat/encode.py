@@ -182,19 +182,20 @@ class ChatEncoder:
         return self._chats[self._without_tools][1]
 
     def _learn(self, *, tools: Sequence[Any] | None) -> str:
-        template = chat_template_of(self.tokenizer, self.options, tools=tools)
-        if template.source not in self._chats:
+        source = _template_source(self.tokenizer, self.options, tools=tools)
+        if source not in self._chats:  # mostly one for both, and to compile it takes 30 ms
+            template = chat_template_of(self.tokenizer, self.options, tools=tools)
             if template.prints_date and self.options.template_date is None:
                 raise TemplateError(
                     f"{template.name} prints today's date, so another day gives other tokens: "
                     "pin it with --template-date YYYY-MM-DD"
                 )
             calibration = calibrate(template, bos=self.tokenizer.bos_token, special=self._special)
-            self._chats[template.source] = (template, calibration)
+            self._chats[source] = (template, calibration)
             self._compare(template, calibration)
             if calibration.marked:
                 _check_marks(template, calibration)
-        return template.source
+        return source
 
     def _compare(self, template: ChatTemplate, calibration: Calibration) -> None:
         """Renders and encodes as this version of transformers does, or refuses to."""
@@ -607,6 +608,17 @@ def _each(drafts: Sequence[_Draft], step: Callable[[_Draft], object], results: l
                 results[draft.number] = rejection
 
 
+def _template_source(tokenizer: Any, options: ChatOptions, *, tools: Sequence[Any] | None) -> str:
+    try:
+        source: str = tokenizer.get_chat_template(options.chat_template, tools)
+    except ValueError as error:
+        of = tokenizer.name_or_path or type(tokenizer).__name__
+        raise TemplateError(
+            f"the tokenizer {of} has no chat template for such rows: give one with --chat-template FILE"
+        ) from error
+    return source
+
+
 def chat_template_of(tokenizer: Any, options: ChatOptions, *, tools: Sequence[Any] | None) -> ChatTemplate:
     """The template that `apply_chat_template` would use: the options', or the tokenizer's for such a row.
 
@@ -615,14 +627,8 @@ def chat_template_of(tokenizer: Any, options: ChatOptions, *, tools: Sequence[An
         OptionError: a template argument or date that can't be.
     """
     of = tokenizer.name_or_path or type(tokenizer).__name__
-    try:
-        source: str = tokenizer.get_chat_template(options.chat_template, tools)
-    except ValueError as error:
-        raise TemplateError(
-            f"the tokenizer {of} has no chat template for such rows: give one with --chat-template FILE"
-        ) from error
     return ChatTemplate(
-        source,
+        _template_source(tokenizer, options, tools=tools),
         name=f"the chat template of {of}"
         if options.chat_template is None
         else f"the chat template given for {of}",
