@@ -40,11 +40,13 @@ class Joins:
 
     def may(self, text: str) -> bool:
         text = text.strip()
+        if len(text) <= self._length and text in self._within:  # a long text costs its hash
+            return True
         ends = text[: self._length] + text[-self._length :]
         for sign in self._signs:  # one or two letters, which hardly a text has at its ends
             if sign in ends:
-                return text in self._within or text.endswith(self._heads) or text.startswith(self._tails)
-        return text in self._within
+                return text.endswith(self._heads) or text.startswith(self._tails)
+        return False
 
 
 def strings(value: Any) -> Iterable[str]:

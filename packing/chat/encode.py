@@ -507,7 +507,8 @@ class ChatEncoder:
         assert draft.chat is not None
         messages, tools = draft.chat.messages, draft.chat.tools
         parts = {text for message in messages for text in strings(message) if self._joins.may(text)}
-        parts.update(text for text in strings(tools or ()) if self._joins.may(text))
+        if tools:
+            parts.update(text for text in strings(tools) if self._joins.may(text))
         if not parts:
             return
         names = {text: "\xa4" * (n + 1) for n, text in enumerate(sorted(parts))}
