@@ -1,6 +1,6 @@
 """From files to shards: seconds and where they go, beside the floors, TRL's and axolotl's own preparation.
 
-    python benchmarks/prepare.py [--rows 50000] [--runs 3] [--sizes 2000 10000 50000]
+    python benchmarks/prepare.py [--rows 50000] [--many 200000] [--runs 3] [--sizes 2000 10000 50000]
 
 All calls take the same file and one core, in turn, in one process with the tokenizer loaded:
 
@@ -9,9 +9,10 @@ All calls take the same file and one core, in turn, in one process with the toke
     render  transformers' compiled template alone, of messages in memory
     encode  one encode_batch_fast of the rendered texts alone
 
-then ours and TRL's with one process and with two on two cores, and last each peer once at several sizes, for
-the plot. The rows are the real conversations of ../shared/data without tools (TRL reads a JSON file with one
-schema for all rows), repeated: all of them ("all"), and those of 800 characters or more ("long").
+then ours and TRL's with one process and with two on two cores, ours also with `--many` rows, of which what is
+done once is a smaller part, and last each peer once at several sizes, for the plot. The rows are the real
+conversations of ../shared/data without tools (TRL reads a JSON file with one schema for all rows), repeated:
+all of them ("all"), and those of 800 characters or more ("long").
 axolotl is measured where it can be imported; its strategy is given the tokenizer's own template.
 """
 
@@ -46,6 +47,7 @@ TEMPLATE = "qwen3_training.jinja"  # TRL's own marks for Qwen3; ours reads the s
 CAPACITY = 8192
 CHUNK = 256
 LONG = 800  # characters: those of as many have 460 tokens on average
+KINDS = {"all": 0, "long": LONG}
 PACKAGES = ("tiktoken", "orjson", "axolotl")
 
 Row = dict[str, Any]
@@ -288,6 +290,7 @@ def write(file: Path, rows: Sequence[Row]) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--many", type=int, default=200_000)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2_000, 10_000, 50_000])
     options = parser.parse_args()
@@ -303,7 +306,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = {}
-        for kind, least in (("all", 0), ("long", LONG)):
+        for kind, least in KINDS.items():
             rows = read_rows(options.rows, least=least)
             files[kind] = write(folder / f"{kind}.jsonl", rows)
             with cores(1):
@@ -314,6 +317,10 @@ def main() -> None:
                 kind: on_two_cores(file, **known, runs=options.runs) for kind, file in files.items()
             }
             result["two_cores"]["trl"] = trl_on_two_cores(files["all"], **known, runs=options.runs)
+            result["two_cores_many_rows"] = {"rows": options.many}
+            for kind, least in KINDS.items():
+                file = write(folder / "many.jsonl", read_rows(options.many, least=least))
+                result["two_cores_many_rows"][kind] = on_two_cores(file, **known, runs=options.runs)
         save("prepare", result, packages=PACKAGES)
         with cores(2):
             result["seconds_over_rows"] = over_rows(options.sizes, **known, folder=folder)

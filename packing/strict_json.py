@@ -43,20 +43,21 @@ def loads(text: bytes | str) -> Any:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return _loads_slowly(_decode(raw))
-    if _keys_at_most(raw) != _keys(value):
+    if not _has_keys(raw, _keys(value)):
         return _loads_slowly(_decode(raw))
     return value
 
 
-def _keys_at_most(raw: bytes) -> int:
-    r"""An upper bound of the keys in a valid text, and mostly their number: a key ends in `":`.
+def _has_keys(raw: bytes, keys: int) -> bool:
+    r"""Whether a valid text has so many keys for certain, none of which is lost: a key ends in `":`.
 
-    An escaped quote (`\":`) ends none. Where an escaped backslash or white space makes that
-    uncertain, the answer is -1, which equals no number of keys.
+    An escaped quote (`\":`) ends none. Where an escaped backslash makes that uncertain, or white space, the
+    answer is no.
     """
-    if b'\\\\":' in raw or _SPACED_COLON.search(raw):
-        return -1
-    return raw.count(b'":') - raw.count(b'\\":')
+    if _SPACED_COLON.search(raw):
+        return False
+    ends = raw.count(b'":')
+    return ends == keys or (b'\\\\":' not in raw and ends - raw.count(b'\\":') == keys)
 
 
 def _keys(value: Any) -> int:

@@ -34,7 +34,7 @@ class Calibration:
         marked: It has `{% generation %}`, whose spans are used.
         starts: (role before the turn, or "" at the beginning; whether the turn calls tools) -> the text
             that the turn begins with and that is not trained. A missing key: no such turn can be placed.
-        headers_begin: The starts, each without a think tag and what follows it.
+        headers_begin: The starts, each without a think tag and what follows it, longest first.
         why_not: The same keys -> why not, where a probe showed it.
         ends: (role of the message behind the turn, or "" behind the last; whether the turn calls tools) ->
             the markers that may end it, each with what the turn prints behind it. A missing key: no such
@@ -55,7 +55,7 @@ class Calibration:
     dialect: Dialect
     marked: bool
     starts: Mapping[tuple[str, bool], str]
-    headers_begin: frozenset[str]
+    headers_begin: Sequence[str]
     why_not: Mapping[tuple[str, bool], str]
     ends: Mapping[tuple[str, bool], tuple[tuple[str, str], ...]]
     overhang: bool
@@ -108,7 +108,7 @@ def calibrate(template: ChatTemplate, *, bos: str | None, special: re.Pattern[st
         dialect=dialect,
         marked=template.has_generation,
         starts=starts,
-        headers_begin=frozenset(THINK.split(start)[0] for start in starts.values()),
+        headers_begin=sorted({THINK.split(start)[0] for start in starts.values()}, key=len, reverse=True),
         why_not=why_not,
         ends=ends,
         overhang=overhang,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from packing.chat.dialect import to_json
 from packing.chat.spans import leaves
-from packing.chat.tokenizer import any_of
 
 CONTROL_FORM = re.compile(r"<[|｜][^<>\s]+[|｜]>")
 
@@ -36,27 +35,26 @@ class Joins:
                 for token in tokens
                 for start, end in itertools.combinations(range(len(token)), 2)
             }
-        letters = {token[0] for token in tokens} | {token[-1] for token in tokens}
-        self._signs = any_of(letters)
+        self._signs = sorted({token[0] for token in tokens} | {token[-1] for token in tokens})
         self._length = max(map(len, tokens), default=0)
 
     def may(self, text: str) -> bool:
         text = text.strip()
-        if text in self._within:
+        if len(text) <= self._length and text in self._within:  # a long text costs its hash
             return True
-        ends = text if len(text) <= 2 * self._length else text[: self._length] + text[-self._length :]
-        return self._signs.search(ends) is not None and (
-            text.endswith(self._heads) or text.startswith(self._tails)
-        )
+        ends = text[: self._length] + text[-self._length :]
+        for sign in self._signs:  # one or two letters, which hardly a text has at its ends
+            if sign in ends:
+                return text.endswith(self._heads) or text.startswith(self._tails)
+        return False
 
 
-def strings(value: Any) -> Iterator[str]:
+def strings(value: Any) -> Iterable[str]:
     """Every key and text of a message or of tools, but the message's own keys and its role."""
     if isinstance(value, dict) and "role" in value:
-        parts = [part for key, part in value.items() if key != "role"]
-        if all(isinstance(part, str) for part in parts):
-            return iter(parts)  # most messages; the walk through containers costs more than all else here
-        value = parts
+        if len(value) == 2:
+            return (value["content"],)  # most messages; all else costs more than what is done with it
+        value = [part for key, part in value.items() if key != "role"]
     return (leaf for leaf in leaves(value) if isinstance(leaf, str))
 
 
@@ -69,11 +67,13 @@ def exchange(value: Any, names: Mapping[str, str]) -> Any:
     return [exchange(part, names) for part in value] if isinstance(value, list | tuple) else value
 
 
-def texts(message: Mapping[str, Any]) -> Iterator[str]:
+def texts(message: Mapping[str, Any]) -> Sequence[str]:
     """Every text of a message that a template may print, except its role."""
-    yield message["content"]
-    for key in ("reasoning_content", "name", "tool_call_id"):
-        if key in message:
-            yield str(message[key])
-    if "tool_calls" in message:
-        yield to_json(message["tool_calls"], "tool_calls")
+    found = [message["content"]]
+    if len(message) > 2:
+        found += [
+            str(message[key]) for key in ("reasoning_content", "name", "tool_call_id") if key in message
+        ]
+        if "tool_calls" in message:
+            found.append(to_json(message["tool_calls"], "tool_calls"))
+    return found

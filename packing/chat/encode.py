@@ -182,19 +182,20 @@ class ChatEncoder:
         return self._chats[self._without_tools][1]
 
     def _learn(self, *, tools: Sequence[Any] | None) -> str:
-        template = chat_template_of(self.tokenizer, self.options, tools=tools)
-        if template.source not in self._chats:
+        source = _template_source(self.tokenizer, self.options, tools=tools)
+        if source not in self._chats:  # mostly one for both, and to compile it takes 30 ms
+            template = chat_template_of(self.tokenizer, self.options, tools=tools)
             if template.prints_date and self.options.template_date is None:
                 raise TemplateError(
                     f"{template.name} prints today's date, so another day gives other tokens: "
                     "pin it with --template-date YYYY-MM-DD"
                 )
             calibration = calibrate(template, bos=self.tokenizer.bos_token, special=self._special)
-            self._chats[template.source] = (template, calibration)
+            self._chats[source] = (template, calibration)
             self._compare(template, calibration)
             if calibration.marked:
                 _check_marks(template, calibration)
-        return template.source
+        return source
 
     def _compare(self, template: ChatTemplate, calibration: Calibration) -> None:
         """Renders and encodes as this version of transformers does, or refuses to."""
@@ -293,22 +294,24 @@ class ChatEncoder:
         # Each step for all before the next: one conversation after the other costs a fifth more, since
         # templates and checks drive each other out of the processor's caches.
         for number, conversation in enumerate(conversations):
-            _unless_rejected(results, number, self._draft, conversation, number, drafts, results)
+            try:
+                self._draft(conversation, number, drafts, results)
+            except RowRejected as rejection:
+                results[number] = rejection
         lap("checks")
-        for draft in drafts:
-            _unless_rejected(results, draft.number, _render, draft)
+        _each(drafts, _render, results)
         lap("render")
-        for draft in drafts:
-            _unless_rejected(results, draft.number, self._check_render, draft)
+        _each(drafts, self._check_render, results)
         lap("checks")
-        for draft in drafts:
-            _unless_rejected(results, draft.number, self._find_spans, draft)
+        _each(drafts, self._find_spans, results)
         lap("mask")
         drafts = [d for d in drafts if isinstance(results[d.number], list) and (d.chat is None or d.spans)]
-        encoded = self._encode(drafts, lap)
-        for draft, tokens in zip(drafts, encoded, strict=True):
-            finish = self._finish_text if draft.chat is None else _finish
-            _unless_rejected(results, draft.number, finish, draft, tokens, results)
+        for draft, tokens in zip(drafts, self._encode(drafts, lap), strict=True):
+            if isinstance(result := results[draft.number], list):
+                try:
+                    result.append(self._finish(draft, tokens))
+                except RowRejected as rejection:
+                    results[draft.number] = rejection
         for number, result in enumerate(results):
             if isinstance(result, list) and not result:
                 results[number] = RowRejected(
@@ -487,10 +490,11 @@ class ChatEncoder:
             return
         for number, message in enumerate(messages):
             control = self._outside if message["role"] in ("user", "tool") else self._control
-            if found := next(filter(None, map(control.search, texts(message))), None):
-                raise RowRejected(
-                    Reason.CONTROL_TOKEN, f"message {number} spells the control token {found.group()!r}"
-                )
+            for text in texts(message):
+                if found := control.search(text):
+                    raise RowRejected(
+                        Reason.CONTROL_TOKEN, f"message {number} spells the control token {found.group()!r}"
+                    )
         if found := self._outside.search(tools_text):
             raise RowRejected(Reason.CONTROL_TOKEN, f"the tools spell the control token {found.group()!r}")
 
@@ -503,7 +507,8 @@ class ChatEncoder:
         assert draft.chat is not None
         messages, tools = draft.chat.messages, draft.chat.tools
         parts = {text for message in messages for text in strings(message) if self._joins.may(text)}
-        parts.update(text for text in strings(tools or ()) if self._joins.may(text))
+        if tools:
+            parts.update(text for text in strings(tools) if self._joins.may(text))
         if not parts:
             return
         names = {text: "\xa4" * (n + 1) for n, text in enumerate(sorted(parts))}
@@ -554,9 +559,23 @@ class ChatEncoder:
             raise RowRejected(Reason.CONTROL_TOKEN, f"the text spells the control token {found.group()!r}")
         return text
 
-    def _finish_text(self, draft: _Draft, tokens: Tokens | RowRejected, results: list[Any]) -> None:
+    def _finish(self, draft: _Draft, tokens: Tokens | RowRejected) -> Example:
         if isinstance(tokens, RowRejected):
             raise tokens
+        if draft.chat is None:
+            return self._finish_text(draft, tokens)
+        if tokens.supervised <= 0:
+            raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of the {tokens.ids.size} tokens is trained")
+        return Example(
+            input_ids=tokens.ids,
+            labels=tokens.labels,
+            turn=draft.chat.turn,
+            messages=draft.chat.messages,
+            tools=draft.chat.tools,
+            notes=[*draft.notes, *tokens.notes],
+        )
+
+    def _finish_text(self, draft: _Draft, tokens: Tokens) -> Example:
         ids = tokens.ids.tolist()
         eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         if len(ids) > 1 and ids[0] == ids[1] == bos:
@@ -567,9 +586,7 @@ class ChatEncoder:
             ids.append(eos)
         if len(ids) < 2:
             raise RowRejected(Reason.NOTHING_TO_TRAIN, "the text is one token")
-        results[draft.number].append(
-            make_example(ids, trained=np.ones(len(ids), np.bool_), notes=draft.notes)
-        )
+        return make_example(ids, trained=np.ones(len(ids), np.bool_), notes=draft.notes)
 
 
 def _render(draft: _Draft) -> None:
@@ -582,34 +599,25 @@ def _render(draft: _Draft) -> None:
     draft.text = draft.render.text
 
 
-def _finish(draft: _Draft, tokens: Tokens | RowRejected, results: list[Any]) -> None:
-    if isinstance(tokens, RowRejected):
-        raise tokens
-    assert draft.chat is not None
-    if tokens.supervised <= 0:
-        raise RowRejected(Reason.NOTHING_TO_TRAIN, f"none of the {tokens.ids.size} tokens is trained")
-    draft.notes += tokens.notes
-    results[draft.number].append(
-        Example(
-            input_ids=tokens.ids,
-            labels=tokens.labels,
-            turn=draft.chat.turn,
-            messages=draft.chat.messages,
-            tools=draft.chat.tools,
-            notes=draft.notes,
-        )
-    )
+def _each(drafts: Sequence[_Draft], step: Callable[[_Draft], object], results: list[Any]) -> None:
+    """Takes a step of each draft whose conversation is not rejected yet; a rejection becomes its result."""
+    for draft in drafts:
+        if isinstance(results[draft.number], list):
+            try:
+                step(draft)
+            except RowRejected as rejection:
+                results[draft.number] = rejection
 
 
-def _unless_rejected(
-    results: list[list[Example] | RowRejected], number: int, step: Callable[..., None], *args: Any
-) -> None:
-    """Takes a step of a conversation that is not rejected yet; a rejection becomes its result."""
-    if isinstance(results[number], list):
-        try:
-            step(*args)
-        except RowRejected as rejection:
-            results[number] = rejection
+def _template_source(tokenizer: Any, options: ChatOptions, *, tools: Sequence[Any] | None) -> str:
+    try:
+        source: str = tokenizer.get_chat_template(options.chat_template, tools)
+    except ValueError as error:
+        of = tokenizer.name_or_path or type(tokenizer).__name__
+        raise TemplateError(
+            f"the tokenizer {of} has no chat template for such rows: give one with --chat-template FILE"
+        ) from error
+    return source
 
 
 def chat_template_of(tokenizer: Any, options: ChatOptions, *, tools: Sequence[Any] | None) -> ChatTemplate:
@@ -620,14 +628,8 @@ def chat_template_of(tokenizer: Any, options: ChatOptions, *, tools: Sequence[An
         OptionError: a template argument or date that can't be.
     """
     of = tokenizer.name_or_path or type(tokenizer).__name__
-    try:
-        source: str = tokenizer.get_chat_template(options.chat_template, tools)
-    except ValueError as error:
-        raise TemplateError(
-            f"the tokenizer {of} has no chat template for such rows: give one with --chat-template FILE"
-        ) from error
     return ChatTemplate(
-        source,
+        _template_source(tokenizer, options, tools=tools),
         name=f"the chat template of {of}"
         if options.chat_template is None
         else f"the chat template given for {of}",

@@ -86,7 +86,7 @@ def build(backend: Any, *, text: str, digest: str) -> tuple[BpeEncoder | None, V
             _prove_classes(recipe)
         else:
             dropped = set(verdict.dropped)
-        if not recipe.ignore_merges:
+        if dropped and not recipe.ignore_merges:
             gone = set(map(token_bytes, dropped))
             recipe = replace(recipe, ranks={data: n for data, n in recipe.ranks.items() if data not in gone})
         encoder = BpeEncoder(recipe)

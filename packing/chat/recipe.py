@@ -137,22 +137,36 @@ def _one_pattern(sources: tuple[str, ...]) -> str:
         NotEqual: several that are not known.
     """
     if len(sources) == 1:
-        return sources[0]
+        return _grouped(sources[0])
     if sources != _DEEPSEEK:
         raise NotEqual(f"its pre-tokenizer has {len(sources)} patterns that are not known")
     # The third sees only what the first two leave: so its classes are without theirs, and where theirs
     # begin the text ends for it. What none of them matches is a piece as well.
-    digits, kana, rest = sources
-    taken = r"\p{N}" + kana[1:-2]
+    known = _grouped("|".join(sources))
+    taken = r"\p{N}" + sources[1][1:-2]
     for mine, theirs in (
         (r"[^\r\n\p{L}\p{P}\p{S}]?", rf"[^\r\n\p{{L}}\p{{P}}\p{{S}}{taken}]?"),
         (r"[\p{L}\p{M}]+", rf"[[\p{{L}}\p{{M}}]&&[^{taken}]]+"),
         (r"[\p{P}\p{S}]+", rf"[[\p{{P}}\p{{S}}]&&[^{taken}]]+"),
         (r"(?!\S)", rf"(?![^\s{taken}])"),
     ):
-        rest = rest.replace(mine, theirs)
-    known = f"{digits}|{kana}|{rest}"
+        known = known.replace(mine, theirs)
     return rf"{known}|(?:(?!{known})[\s\S])+"
+
+
+_BLANKS = r"|\s+(?!\S)|\s+"
+"""How all known patterns end: a run of blanks but for the last, which begins the next piece."""
+
+
+def _grouped(pattern: str) -> str:
+    """The pattern with what stands before its look-ahead in a group, which says the same.
+
+    tiktoken tries the alternatives of a pattern with a look-ahead one by one, those of a group without one
+    all at once: 115 to 130 ns a token in place of 150 to 190.
+    """
+    if not pattern.endswith(_BLANKS):  # no bracket behind it, so it stands in none
+        return pattern
+    return f"(?:{pattern.removesuffix(_BLANKS)}){_BLANKS}"
 
 
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -223,20 +223,21 @@ def _marks(
 ) -> dict[int, list[Piece]]:
     """The template's `{% generation %}` spans by message. One behind all messages is the last turn's."""
     marks: dict[int, list[Piece]] = {}
-    for start, end, number in render.marked:
+    for mark in render.marked:
+        start, end, number = mark
         if end == start:
             continue
         if number < 0:
             before = [n for n, place in enumerate(places) if place is not None and place[1] <= start]
             number = before[-1] if before else 0
-        others = [place for n, place in enumerate(places) if place is not None and n != number]
         if messages[number]["role"] != "assistant":
             raise _uncertain(
                 number, f"the template marks text of the {messages[number]['role']} as generated"
             )
-        if any(start < other_end and begin < end for begin, other_end in others):
-            raise _uncertain(number, "the template marks another message's text as generated with it")
-        marks.setdefault(number, []).append(Piece(start, end, number))
+        for other, place in enumerate(places):
+            if other != number and place is not None and start < place[1] and place[0] < end:
+                raise _uncertain(number, "the template marks another message's text as generated with it")
+        marks.setdefault(number, []).append(mark if number == mark.message else mark._replace(message=number))
     return marks
 
 
@@ -254,14 +255,15 @@ class _Turn:
         place = places[number]
         if place is None:
             raise _lost(number, "the assistant's turn is left out")
+        message = messages[number]
         self.text = render.text
         self.place = place
         self.number = number
-        self.message = messages[number]
+        self.content: str = message["content"].strip()
         self.before = messages[number - 1]["role"] if number else ""
         self.following = messages[number + 1]["role"] if number + 1 < len(messages) else ""
-        self.calls: Sequence[Mapping[str, Any]] = self.message.get("tool_calls", ())
-        self.reasoning: str = self.message.get("reasoning_content", "").strip()
+        self.calls: Sequence[Mapping[str, Any]] = message.get("tool_calls", ())
+        self.reasoning: str = message.get("reasoning_content", "").strip()
         self.calibration = calibration
 
     def check(self, turns: Turns, marks: list[Piece]) -> None:
@@ -271,7 +273,7 @@ class _Turn:
         end = self._end()
         if self.calibration.marked or end is None:
             spans = self._extend(marks, end, turns.notes)
-            said = "".join(self.text[start:stop] for start, stop, _ in spans)
+            said = "".join([self.text[start:stop] for start, stop, _ in spans])
         else:
             start = self._start()
             spans = [Piece(start, end[1], self.number)]
@@ -284,7 +286,7 @@ class _Turn:
                 self._check_header(spans[0], answer, shown)
         elif not self.calibration.marked:
             self._check_lead(said, answer, shown)
-        if (self.reasoning and not shown) or answer != self.message["content"].strip():
+        if (self.reasoning and not shown) or answer != self.content:
             turns.dropped.append(self.number)
         if answer or shown or self.calls:
             turns.spans.extend(spans)
@@ -306,10 +308,11 @@ class _Turn:
 
     def _header_end(self) -> int:
         """Where the longest known header ends that the turn begins with, a think tag in it left out."""
-        headers = self.calibration.headers_begin
-        return self.place[0] + max(
-            (len(header) for header in headers if self.text.startswith(header, self.place[0])), default=0
-        )
+        begin = self.place[0]
+        for header in self.calibration.headers_begin:
+            if self.text.startswith(header, begin):
+                return begin + len(header)
+        return begin
 
     def _end(self) -> Place | None:
         """Where the marker that ends the turn stands; None where the template has none at all."""
@@ -353,7 +356,7 @@ class _Turn:
 
     def _answer(self, said: str) -> str:
         """What of the content is printed: all, or all but the think block that the template cuts."""
-        content: str = self.message["content"].strip()
+        content = self.content
         if content in said:
             return content
         if self.calibration.dialect.think_tags and "think>" in content:
@@ -400,7 +403,7 @@ class _Turn:
             raise _lost(self.number, "tool calls are left out")
         if len(self.calls) > 1 and "parallel_calls" not in renders:
             raise _lost(self.number, "all calls but one are left out")
-        if self.message["content"].strip() and "text_beside_calls" not in renders:
+        if self.content and "text_beside_calls" not in renders:
             raise _lost(self.number, "the assistant's text beside a call is left out")
 
     def _check_calls(self, said: str, answer: str, shown: bool) -> None:

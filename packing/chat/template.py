@@ -269,6 +269,7 @@ class ChatTemplate:
                 "its place in the text is unknown: print the assistant's text outside of macros"
             )
         self._template = environment.from_string(traced, globals=globals_)
+        self._template.globals = dict(self._template.globals)  # each render walks it, and a ChainMap is slow
         self._variables = {**self._template.globals, "documents": None, **special_tokens, **arguments}
 
     def contains(self, text: str) -> bool:
@@ -302,13 +303,15 @@ class ChatTemplate:
         for block in self._template.root_render_func(context):
             blocks.append(block)
         offsets = [0, *itertools.accumulate(map(len, blocks))]
-        edges = [(offsets[printed], message) for printed, message in recorder.generation]
+        edges = iter(recorder.generation)
         return Render(
             text="".join(blocks),
             pieces=tuple(_pieces(recorder.changes, offsets)),
             marked=tuple(
-                Piece(start, end, message)
-                for (start, message), (end, _) in zip(edges[::2], edges[1::2], strict=True)
+                [
+                    Piece(offsets[start], offsets[end], message)
+                    for (start, message), (end, _) in zip(edges, edges, strict=True)
+                ]
             ),
         )
 

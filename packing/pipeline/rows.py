@@ -161,7 +161,9 @@ class RowEncoder:
                 fitting.append(example)
                 continue
             try:
-                fitting.append(fit(example, capacity=self.options.capacity, overflow=self.options.overflow))
+                prefix = fit(example, capacity=self.options.capacity, overflow=self.options.overflow)
+                fitting.append(prefix)
+                rows.cut += len(example) - len(prefix)
             except RowRejected as error:
                 unfit.append((example, error))
             except OptionError as error:
@@ -171,10 +173,8 @@ class RowEncoder:
             return
         for example, why in unfit:
             rows.reject(place, why, tokens=len(example), turn=example.turn)
-        dropped = sum(len(example) for example, _ in unfit)
-        rows.cut += sum(map(len, examples)) - dropped - sum(map(len, fitting))
         rows.accept(place, fitting, held_out=self._held_out(examples))
-        if notes := {*conversation.notes, *(note for example in fitting for note in example.notes)}:
+        if notes := set(conversation.notes).union(*[example.notes for example in fitting]):
             rows.notes.update(notes)
 
     def _held_out(self, examples: Sequence[Example]) -> bool:

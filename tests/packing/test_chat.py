@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from packing.chat import ChatEncoder, ChatOptions, encode_chat, load_tokenizer, tokenizer_digest
+from packing.chat.control import Joins
 from packing.chat.tokenizer import difference
 from packing.errors import InputError, OptionError, Reason, RowRejected, TemplateError
 from packing.example import IGNORE_INDEX, Conversation, Note, make_example
@@ -714,3 +715,19 @@ def test_white_space_that_an_answer_begins_with_is_trained(tokenizer):
         texts.append(trained(encode_chat(talk, trimming, chat_template=source), trimming))
     assert texts[0] == texts[1]
     assert texts[1].endswith("\n\ntwo<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("text", "may"),
+    [
+        ("so we write <|en", True),  # begins one
+        ("nd|> and go on", True),  # ends one
+        ("|end|", True),  # is within its signs
+        ("<|en" + "d" * 40, False),
+        ("a < b and c > d", False),
+        ("no sign at all", False),
+    ],
+)
+def test_a_text_that_could_be_a_part_of_a_control_token(text, may):
+    """Its end, its beginning or all of it is a part of one, white space around it aside."""
+    assert Joins({"<|end|>"}, {"Assistant: "}).may(f"\n{text} ") == may

@@ -32,6 +32,7 @@ from packing.sample import CHATS, TOKENIZER
 T = {path.stem: path.read_text("utf-8") for path in Path(__file__).with_name("templates").glob("*.jinja")}
 STATE = json.loads((TOKENIZER / "tokenizer.json").read_text("utf-8"))
 PATTERN = STATE["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+BLANKS = r"|\s+(?!\S)|\s+"
 SHARED_TOKENIZERS = ("qwen3", "qwen3_5", "llama3_1", "deepseek_v3")
 
 
@@ -189,6 +190,13 @@ def test_other_known_patterns_are_proven_too(state):
     built, verdict = build(backend)
     assert built is not None, verdict.why_not
     assert agree(backend, built, ["It's HELLO'S fooBar 12345 // \r\n\n  x", "ÄB'll é"]) == 2
+
+
+def test_what_precedes_a_look_ahead_is_grouped():
+    """The alternatives before it are in one group, which tiktoken tries at once; other patterns stay."""
+    assert recipe.read_recipe(STATE).pattern == rf"(?:{PATTERN.removesuffix(BLANKS)}){BLANKS}"
+    other = r"\p{L}+|\s+|[^\s\p{L}]+"
+    assert recipe.read_recipe(split(other)).pattern == other
 
 
 @pytest.mark.parametrize(
