@@ -72,10 +72,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{seed}.json" for seed in range(arguments.seeds)]
         gpus = torch.cuda.device_count()
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = given.split(",") if given else [str(number) for number in range(gpus)]
 
         def run(seed: int) -> int:
             """The seed's process, on one of the GPUs in turn."""
-            one = {"CUDA_VISIBLE_DEVICES": str(seed % gpus)} if gpus > 1 else {}
+            one = {"CUDA_VISIBLE_DEVICES": names[seed % gpus]} if gpus > 1 else {}
             command = [sys.executable, *sys.argv, "--worker", str(seed), "--out", str(outs[seed])]
             return subprocess.call(command, env={**os.environ, **one})
 

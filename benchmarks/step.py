@@ -1,7 +1,7 @@
 """One training step through `torchrun -m training`, on packed buffers with the lengths of real chats.
 
     python benchmarks/step.py --layers 8 --lengths ../shared/data/ultrachat_like_lengths.npy     # one H200
-    python benchmarks/step.py --model-config benchmarks/configs/wide-0.6b.json --name step-0.6b \
+    python benchmarks/step.py --model-config benchmarks/configs/wide-0.6b.json --name step-wide-0.6b \
         --lengths ../shared/data/ultrachat_like_lengths.npy --set data.buffers=4 --set model.loss_chunk=32 \
         --set model.checkpointing=0 --set model.precision=bf16 --steps 60                  # data wait
     python benchmarks/step.py --ranks 2 --buffers 8 --steps 50 --warmup 3 --name step-27b-2gpu \

@@ -229,14 +229,14 @@ def bench(words: Sequence[str]) -> int:
     from packing.plan import plan_bins
 
     options = _packing_options(arguments)
-    # Once a process, and compiling once a machine: the time of importing libraries is not that of a stage.
-    plan_bins([1], capacity=arguments.capacity, algorithm=arguments.algorithm)
     with (
         _unwound_by_signals(),
         _shown_rejects(words),
         tempfile.TemporaryDirectory() as folder,
         _progress(sys.stderr.isatty()) as on_progress,
     ):
+        # Once a process, and compiling once a machine: the time of importing libraries is not that of a stage.
+        plan_bins([1], capacity=arguments.capacity, algorithm=arguments.algorithm)
         _leave_out_torch()
         report = pack_dataset(
             arguments.inputs,
@@ -639,7 +639,9 @@ def _unwound_by_signals() -> Iterator[None]:
         came.append(_Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
         raise came[0]
 
-    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A shell that starts a command in the background has it ignore Ctrl-C.
+    heeded = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, unwind) for number in heeded}
     try:
         yield
     except Exception:

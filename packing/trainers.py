@@ -175,7 +175,8 @@ def _parts(trainer: Any, *, name: str) -> list[Any]:
     dataset = getattr(trainer, f"{name}_dataset")
     if dataset is None:
         return []
-    return list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+    parts = dataset.values() if isinstance(dataset, dict) else [dataset]
+    return [part for part in parts if hasattr(part, "__len__")]  # a stream can't be looked through
 
 
 def _words(trainer: Any, *, name: str) -> Iterator[str]:
@@ -198,7 +199,7 @@ def _largest_id(dataset: Any) -> int:
 
     if hasattr(dataset, "column_names"):  # of datasets: by its own columns, not by Python's numbers
         batches = dataset.with_format("arrow").iter(batch_size=1000)
-        found = (pc.max(pc.list_flatten(batch["input_ids"])).as_py() for batch in batches)
+        found = (pc.max(pc.list_flatten(batch["input_ids"])).as_py() or 0 for batch in batches)
     else:
         rows = (dataset[number] for number in range(len(dataset)))
         ids = (row.input_ids if isinstance(row, PackedBuffer) else row["input_ids"] for row in rows)

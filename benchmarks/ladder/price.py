@@ -1,6 +1,6 @@
 """What a rung should cost, before it runs: bytes on each GPU, seconds of a step, and where they go.
 
-A prediction to be wrong by a known amount. Bytes follow from shapes; times from two measured rates and the
+A prediction to be wrong by a known amount. Bytes follow from shapes; times from measured rates and the
 bytes that each part must move.
 """
 

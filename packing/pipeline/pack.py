@@ -101,7 +101,7 @@ class Preview:
         rows: How many were read of each input, at most.
         main: Planned and not written; there is no eval part in a preview.
         rejects: The rejected rows, as they would stand in rejects.jsonl.
-        refusal: Why `pack_dataset` would refuse these rows, had the inputs no others; "" if it would not.
+        refusal: Why there are too many rejects among these rows to pack them, or no rows; "" if it would not.
         example: The first example that would be packed, or None.
     """
 
