@@ -311,12 +311,13 @@ def doubts(
             f"torchrun kills its ranks {patience:g} s after SIGTERM, and this machine's part of a "
             f"checkpoint, {_size(size).strip()}, takes {size / WRITTEN_PER_S:.0f} s at 1 GB/s: what comes "
             "after the last of checkpoint.every may be lost; from torch 2.12 on, "
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives more (so does torchrun's --shutdown-timeout, which can't be seen from here)"
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives more (so does torchrun's --shutdown-timeout, which can't be "
+            "seen from here)"
         )
 
 
 def free_memory() -> int | None:
-    """Bytes that processes can still take on this machine or in its container; None where nobody says."""
+    """Bytes available on this machine, at most what its container may hold in all; None where nobody says."""
     try:
         free = 1024 * int(MEMINFO.read_text().partition("MemAvailable:")[2].split()[0])
     except OSError:  # no Linux

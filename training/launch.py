@@ -38,7 +38,9 @@ def agent() -> str:
 
 
 def shutdown_s() -> float | None:
-    """Seconds that torchrun gives its ranks after SIGTERM before it kills them; None without torchrun. Its flag --shutdown-timeout, which a rank does not see, would say otherwise.
+    """Seconds that torchrun gives its ranks after SIGTERM before it kills them; None without torchrun.
+
+    Its flag --shutdown-timeout, which a rank does not see, would say otherwise.
 
     Source: torch/distributed/launcher/api.py; before torch 2.12 there was nothing to set.
     """
