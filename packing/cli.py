@@ -235,7 +235,7 @@ def bench(words: Sequence[str]) -> int:
         tempfile.TemporaryDirectory() as folder,
         _progress(sys.stderr.isatty()) as on_progress,
     ):
-        # Once a process, and compiling once a machine: the time of importing libraries is not that of a stage.
+        # Once a process, and compiling once a machine: importing libraries is no stage's time.
         plan_bins([1], capacity=arguments.capacity, algorithm=arguments.algorithm)
         _leave_out_torch()
         report = pack_dataset(

@@ -311,8 +311,8 @@ def doubts(
             f"torchrun kills its ranks {patience:g} s after SIGTERM, and this machine's part of a "
             f"checkpoint, {_size(size).strip()}, takes {size / WRITTEN_PER_S:.0f} s at 1 GB/s: what comes "
             "after the last of checkpoint.every may be lost; from torch 2.12 on, "
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives more (so does torchrun's --shutdown-timeout, which can't be "
-            "seen from here)"
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives more (so does torchrun's --shutdown-timeout, which can't "
+            "be seen from here)"
         )
 
 

@@ -156,8 +156,8 @@ class OnHost(Kept):
     """Those that wait in pinned host memory, which stays theirs from step to step.
 
     Copies run on a stream of their own, beside the computation. What was put stays on the device until the
-    forward pass is `LEAVING` layers that keep products further, and the computation then waits for its copy: so the memory is
-    free at a point of the computation that does not depend on how far the host is ahead. (With
+    forward pass is `LEAVING` layers that keep products further, and the computation then waits for its copy:
+    so the memory is free at a point of the computation, wherever the host is by then. (With
     `record_stream` it is free when the host happens to look after the copy is done. A host that ran ahead
     took new memory instead: at 27B on two GPUs 138 GiB for 107, and most of a second a step to free it.)
     `fetch`, called one layer ahead, begins the copy back.

@@ -31,12 +31,14 @@ class Unsupported(KernelError):
 
 
 def check_model(model: Any) -> None:
-    """Refuses what is no model of transformers: its name, its class, its configuration.
+    """Refuses what does not act as a model of transformers: its name, its class, its configuration.
+
+    Something of one's own around a model may be proven too, so the class is not asked for.
 
     Raises:
         KernelError: says what was given.
     """
-    if not (isinstance(model, torch.nn.Module) and hasattr(model, "get_input_embeddings")):
+    if isinstance(model, type) or not (callable(model) and hasattr(model, "get_input_embeddings")):
         raise KernelError(
             f"a model is needed, as AutoModelForCausalLM.from_pretrained(…) returns it, not the "
             f"{type(model).__name__} {' '.join(repr(model).split())[:60]}"
