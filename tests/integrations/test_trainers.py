@@ -1,7 +1,7 @@
 """The batch contract in trainers that others wrote: tests of what they really hand to a model."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -279,6 +279,23 @@ def test_a_manifest_s_vocabulary_spares_reading_the_rows(
     trainer.model.resize_token_embeddings(words)
     monkeypatch.setattr(PackedDataset, "__getitem__", lambda *_: pytest.fail("reads a buffer"))
     check_trainer(trainer)
+
+
+def test_a_stream_is_not_read_to_its_end(make_trainer: Callable[..., transformers.Trainer]) -> None:
+    """A data set without a length, which may never end, is left unread; what can be asked of it holds."""
+
+    def endless() -> Iterator[Any]:
+        pytest.fail("reads the stream")
+        yield
+
+    streams = datasets.IterableDataset.from_generator(endless), _Stream()
+    for stream in streams:
+        check_trainer(make_trainer(train_dataset=stream, args={"max_steps": 1}))
+
+
+class _Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        pytest.fail("reads the stream")
 
 
 def test_settings_that_spoil_two_ranks_are_refused_by_name(
