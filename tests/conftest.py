@@ -1,6 +1,7 @@
 """What all tests share: Hypothesis profiles and the way to the shared real data."""
 
 import os
+import signal
 
 # Before torch comes in, and for the processes that tests start: several torch processes on two cores, each
 # with two spinning threads, made tiny models 20 to 50 times slower.
@@ -14,6 +15,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+# A run started in the background inherits an ignored Ctrl-C, and hands it to processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path(os.environ.get("PADFREE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 

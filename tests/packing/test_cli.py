@@ -770,6 +770,17 @@ def test_what_a_signal_brings_about_is_not_taken_for_a_fault(
         assert padfree(*pack_words(CHATS, tmp_path / "out")) == (status, "", says)
 
 
+def test_an_ignored_ctrl_c_stays_ignored():
+    """A command that a script starts in the background is not ended by a Ctrl-C at the terminal."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with cli._unwound_by_signals():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_unpack_that_is_stopped_leaves_nothing(packed, tmp_path):
     """SIGTERM amid the writing: no part of the file stays beside its name."""
     code = (
