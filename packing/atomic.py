@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from packing.errors import OutputError
 
@@ -72,6 +73,48 @@ def check_target(target: Path, *, force: bool, may_replace: Callable[[Path], boo
         raise OutputError(f"{target} exists: choose another name, or replace it with --force")
     if not may_replace(target):
         raise OutputError(f"{target} holds no shard set, so --force does not replace it: remove it first")
+
+
+@contextmanager
+def new_file(target: Path, *, force: bool) -> Iterator[BinaryIO]:
+    """A file to write, which has its name when the block ends well, and is gone where it does not.
+
+    Raises:
+        OutputError: the target exists and `force` is not given, or another process is writing it.
+    """
+    lock_path = target.with_name(f".{target.name}.lock")
+    lock = _own(lock_path, target=target)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        check_target(target, force=force, may_replace=lambda _: True)
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+        lock_path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _own(lock_path: Path, *, target: Path) -> int:
+    """Takes the lock of a target and returns its descriptor.
+
+    Raises:
+        OutputError: another process has it.
+    """
+    while True:
+        lock = os.open(lock_path, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Between the two calls its owner may have finished, and removed the file that we opened.
+            if os.path.samestat(os.fstat(lock), os.stat(lock_path)):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise OutputError(f"another process is writing {target}: wait, or choose another name") from None
+        except FileNotFoundError:
+            pass
+        os.close(lock)
 
 
 class AtomicFolder:
@@ -150,21 +193,7 @@ class AtomicFolder:
     def _own(self) -> int:
         """Takes the lock and returns its descriptor."""
         os.makedirs(self.target.parent, exist_ok=True)
-        while True:
-            lock = os.open(self._lock_path, os.O_CREAT | os.O_RDWR, 0o666)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Between the two calls its owner may have finished, and removed the file that we opened.
-                if os.path.samestat(os.fstat(lock), os.stat(self._lock_path)):
-                    return lock
-            except BlockingIOError:
-                os.close(lock)
-                raise OutputError(
-                    f"another process is writing {self.target}: wait, or choose another name"
-                ) from None
-            except FileNotFoundError:
-                pass
-            os.close(lock)
+        return _own(self._lock_path, target=self.target)
 
     def _restore(self) -> None:
         """Tidies up after a writer that died while it replaced the target."""

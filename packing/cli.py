@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from packing.errors import InputError, OptionError, OutputError, PadfreeError, ShardError, TooManyRejects
+from packing.errors import InputError, OptionError, PadfreeError, ShardError, TooManyRejects
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -346,6 +346,7 @@ def unpack(words: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, metavar="FILE", help="the file to write, or - for stdout")
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
     arguments = parser.parse_args(words)
+    from packing.atomic import new_file
     from packing.report import unpacked
     from packing.shards import open_shards
 
@@ -353,17 +354,8 @@ def unpack(words: Sequence[str]) -> int:
     if arguments.out == "-":
         sys.stdout.buffer.writelines(lines)
         return 0
-    out = Path(arguments.out)
-    if out.exists() and not arguments.force:
-        raise OutputError(f"{out} exists: choose another name, or replace it with --force")
-    partial = out.with_name(f".{out.name}.partial")
-    with _unwound_by_signals():
-        try:
-            with partial.open("wb") as file:
-                file.writelines(lines)
-            partial.replace(out)
-        finally:
-            partial.unlink(missing_ok=True)
+    with _unwound_by_signals(), new_file(Path(arguments.out), force=arguments.force) as file:
+        file.writelines(lines)
     return 0
 
 
@@ -385,7 +377,7 @@ def template(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     from packing import report
     from packing.chat import audit, load_tokenizer
-    from packing.pipeline import first_conversations
+    from packing.pipeline import first_rows
 
     options = _options(ChatOptions, arguments)
     _leave_out_torch()
@@ -393,7 +385,7 @@ def template(words: Sequence[str]) -> int:
     found = audit(
         tokenizer,
         options=options,
-        conversations=first_conversations(arguments.data, rows=AUDITED_ROWS) if arguments.data else (),
+        conversations=first_rows(arguments.data, rows=AUDITED_ROWS) if arguments.data else (),
     )
     if arguments.json:
         _print_json(found.to_json())
@@ -644,13 +636,11 @@ def _unwound_by_signals() -> Iterator[None]:
     before = {number: signal.signal(number, unwind) for number in heeded}
     try:
         yield
-    except Exception:
-        if came:
-            raise came[0] from None
-        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if came:
+            raise came[0] from None
 
 
 if __name__ == "__main__":

@@ -89,9 +89,7 @@ def one_line(error: BaseException) -> str:
 
     Its first line, and the second where the first ends in a colon. Traces and hints are left out.
     """
-    said = (
-        f"there is no {error}" if isinstance(error, KeyError) else str(error)
-    )  # whose text is the key alone
+    said = f"there is no {error}" if isinstance(error, KeyError) else str(error)  # its text is the key alone
     lines = [line.strip() for line in said.splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 

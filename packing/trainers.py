@@ -183,28 +183,34 @@ def _words(trainer: Any, *, name: str) -> Iterator[str]:
     words = trainer.model.get_input_embeddings().num_embeddings
     for part in _parts(trainer, name=name):
         if isinstance(part, PackedDataset):
-            known = part.shards.manifest["fingerprint"].get("chat", {}).get("vocabulary")
+            known = part.shards.vocabulary
             if known is not None and known <= words:
                 continue
-        if (largest := _largest_id(part)) >= words:
+        least, largest = _extremes(part)
+        if least < 0:
+            yield f"{name}_dataset holds token id {least}, and no model has a word for that: pack it again"
+        if largest >= words:
             yield (
                 f"{name}_dataset holds token id {largest}, and its model's embedding has {words} rows, for "
                 f"ids up to {words - 1}: pack with the model's own tokenizer, or resize_token_embeddings"
             )
 
 
-def _largest_id(dataset: Any) -> int:
-    """The largest token id, found by reading all: about a second for 250 million tokens."""
+def _extremes(dataset: Any) -> tuple[int, int]:
+    """The least and the largest token id, found by reading all: about a second for 250 million tokens."""
     import pyarrow.compute as pc
 
+    if isinstance(dataset, PackedDataset):
+        return 0, dataset.shards.largest_id  # none is below 0: each was checked when it was written
     if hasattr(dataset, "column_names"):  # of datasets: by its own columns, not by Python's numbers
         batches = dataset.with_format("arrow").iter(batch_size=1000)
-        found = (pc.max(pc.list_flatten(batch["input_ids"])).as_py() or 0 for batch in batches)
+        pairs = (pc.min_max(pc.list_flatten(batch["input_ids"])).as_py().values() for batch in batches)
+        found = [number for pair in pairs for number in pair if number is not None]
     else:
         rows = (dataset[number] for number in range(len(dataset)))
         ids = (row.input_ids if isinstance(row, PackedBuffer) else row["input_ids"] for row in rows)
-        found = (int(np.max(each, initial=-1)) for each in ids)
-    return max(found, default=-1)
+        found = [int(extreme(each)) for each in ids if len(each) for extreme in (np.min, np.max)]
+    return min(found, default=0), max(found, default=-1)
 
 
 def _is_trl(trainer: Any) -> bool:

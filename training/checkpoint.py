@@ -301,6 +301,13 @@ def check_resume(
             f"{trainer['ranks']} ranks, data.buffers and data.accumulation as they were, or add "
             "--accept data.accumulation"
         )
+    was_parts = trainer["ranks"] // before["parallel.replicas"]
+    parts = ranks // here["parallel.replicas"]
+    if here["optim.rounding"] == "stochastic" and was_parts != parts and not split:
+        raise ResumeError(
+            f"optim.rounding = stochastic rounds otherwise where the weights are in {parts} parts instead of "
+            f"{was_parts}: go on with as many ranks as before, or add --accept data.accumulation"
+        )
     if trainer["step"] > steps:
         raise ResumeError(
             f"the run has taken {trainer['step']} of {steps} steps: raise schedule.steps or run.steps"

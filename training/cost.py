@@ -320,7 +320,7 @@ def free_memory() -> int | None:
     """Bytes available on this machine, at most what its container may hold in all; None where nobody says."""
     try:
         free = 1024 * int(MEMINFO.read_text().partition("MemAvailable:")[2].split()[0])
-    except OSError:  # no Linux
+    except (OSError, IndexError):  # no Linux, or one of before 2014
         return None
     with suppress(OSError, ValueError):  # of the whole machine, or "max"
         free = min(free, int(LIMIT.read_text()))

@@ -120,18 +120,10 @@ class TrainingData:
         return found
 
     @cached_property
-    def _words(self) -> int | None:
-        return self._chat.get("vocabulary")
-
-    @cached_property
     def vocabulary(self) -> int:
         """Words of the tokenizer; where the manifest does not say, the least that the ids need."""
-        return 1 + self._largest_id if self._words is None else self._words
-
-    @cached_property
-    def _largest_id(self) -> int:
-        """Found by reading all: a second for 250 million tokens."""
-        return max(int(self.shards[number].input_ids.max()) for number in range(len(self.shards)))
+        known = self.shards.vocabulary
+        return 1 + self.shards.largest_id if known is None else known
 
     def steps_of_epoch(self, *, accumulation: int) -> int:
         """How many steps of so many micro-batches a rank an epoch has; the last may have fewer."""
@@ -177,12 +169,12 @@ class TrainingData:
         Raises:
             OptionError: another vocabulary, or more tokens in a buffer than the model has positions.
         """
-        words = config.vocab_size
-        made = [] if self._words is None else [f"was packed with a tokenizer of {self._words} words"]
-        beyond = words < self.vocabulary and words <= self._largest_id
+        words, known = config.vocab_size, self.shards.vocabulary
+        made = [] if known is None else [f"was packed with a tokenizer of {known} words"]
+        beyond = words < self.vocabulary and words <= self.shards.largest_id
         if beyond:
-            made.append(f"holds ids up to {self._largest_id}")
-        if beyond or (self._words and words > self._words + PADDED_VOCABULARY):
+            made.append(f"holds ids up to {self.shards.largest_id}")
+        if beyond or (known and words > known + PADDED_VOCABULARY):
             raise OptionError(
                 f"{self.shards.path} {' and '.join(made)}, the model has {words} words: pack with the "
                 "model's own tokenizer"

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
+from training.cost import free_memory
 from training.errors import InputError, PadfreeError, one_line
 from training.kernels import compilation, proof
 from training.kernels.binding import Kernels, Row, bind, describe
@@ -265,11 +266,11 @@ class _Patient:
             KernelError: the machine has less.
         """
         weights = sum(p.numel() for p in build(config, architecture, device="meta").parameters())
-        needed, there = 20 * weights / 2**30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        if self.place == "cpu" and needed > there:
+        needed, free = 20 * weights, free_memory()
+        if self.place == "cpu" and free is not None and needed > free:
             raise KernelError(
-                f"proving this width on a CPU takes about {needed:.0f} GiB, the machine has {there:.0f}: run "
-                "doctor on the machine with the GPU"
+                f"proving this width on a CPU takes about {needed / 2**30:.0f} GiB, and "
+                f"{free / 2**30:.0f} are free: run doctor on the machine with the GPU"
             )
 
     def examine(self, subject: str, config: Any, architecture: str) -> None:

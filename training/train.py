@@ -217,6 +217,10 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                 lr = learning_rate(step, schedule=config.schedule, steps=steps, peak=config.optim.lr)
                 set_learning_rate(optimizer, lr)
                 if finite:
+                    if config.optim.rounding == "stochastic":  # replicas have to round alike
+                        shard_rank = world.mesh.get_local_rank("shard")
+                        seed = step_seed(config.run.seed, step=step, rank=shard_rank, of="rounding")
+                        torch.manual_seed(seed)
                     optimizer.step()
                 optimizer.zero_grad()
                 clock.mark()
@@ -281,9 +285,9 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
             saver.finish()
 
 
-def step_seed(seed: int, *, step: int, rank: int) -> int:
-    """Of a step's dropout, 63 bits: another for each step and rank, whatever the run's seed."""
-    digest = hashlib.sha256(f"padfree step 1: seed {seed}, step {step}, rank {rank}".encode()).digest()
+def step_seed(seed: int, *, step: int, rank: int, of: str = "step") -> int:
+    """Of a step's dropout or rounding, 63 bits: another for each step and rank, whatever the run's seed."""
+    digest = hashlib.sha256(f"padfree {of} 1: seed {seed}, step {step}, rank {rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 

@@ -56,9 +56,7 @@ def adapt(
 
 
 def _message(message: Mapping[str, Any], number: int, dialect: Dialect, notes: list[Note]) -> dict[str, Any]:
-    if type(message) is not dict and not isinstance(
-        message, Mapping
-    ):  # to ask the latter takes ten times as long
+    if type(message) is not dict and not isinstance(message, Mapping):  # the latter takes ten times as long
         raise RowRejected(Reason.BAD_MESSAGE, f"message {number} is {type(message).__name__}, not an object")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:

@@ -399,7 +399,7 @@ class ChatEncoder:
         return {
             "encoding_version": ENCODING_VERSION,
             "tokenizer": self.digest,
-            "vocabulary": len(self.tokenizer),
+            "vocabulary": 1 + max(self.tokenizer.get_vocab().values()),  # not how many: ids may have gaps
             "special_tokens": {
                 key: str(value) for key, value in sorted(self.tokenizer.special_tokens_map.items())
             },

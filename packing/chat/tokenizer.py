@@ -75,17 +75,30 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None) -> Any:
             f"the tokenizer {name_or_path} has no fast implementation (no tokenizer.json): "
             "convert it with transformers' convert_slow_tokenizer, or choose another"
         )
-    if reference is None or not difference(tokenizer, reference):
-        return tokenizer
-    # Some classes are built anew from the vocabulary, with a pattern of their own: Qwen2Tokenizer knows one
-    # alone, and transformers 5.17 takes deepseek_v3 for a Llama and loses every space.
-    tokenizer = load(PreTrainedTokenizerFast)
-    if odd := difference(tokenizer, reference):
+    if reference is not None and difference(tokenizer, reference):
+        # Some classes are built anew from the vocabulary, with a pattern of their own: Qwen2Tokenizer knows
+        # one alone, and transformers 5.17 takes deepseek_v3 for a Llama and loses every space.
+        tokenizer = load(PreTrainedTokenizerFast)
+        if odd := difference(tokenizer, reference):
+            raise TemplateError(
+                f"the tokenizer {name_or_path} loads with other ids than its tokenizer.json gives ({odd}): "
+                "make the files beside it agree with it; another transformers may read it as the file says"
+            )
+    if lost := _lost(tokenizer):
         raise TemplateError(
-            f"the tokenizer {name_or_path} loads with other ids than its tokenizer.json gives ({odd}): make "
-            "the files beside it agree with it; another transformers may read it as the file says"
+            f"the tokenizer {name_or_path} gives no token for {lost!r}: its tokenizer.json lacks what makes "
+            "every text tokens (a byte-level pre-tokenizer, byte fallback or an unknown token); get it again"
         )
     return tokenizer
+
+
+def _lost(tokenizer: Any) -> str:
+    """The letters of a few scripts that no token covers, which leave a text without a trace."""
+    text = "Hello wörld, Ελλάδα, 你好 🙂"
+    covered: set[int] = set()
+    for start, end in plain_backend(tokenizer).encode(text, add_special_tokens=False).offsets:
+        covered.update(range(start, end))
+    return "".join(letter for n, letter in enumerate(text) if n not in covered and not letter.isspace())
 
 
 def _read(file: str) -> Any:

@@ -16,7 +16,7 @@ from packing.pipeline.pack import (
     PartReport,
     Preview,
     Progress,
-    first_conversations,
+    first_rows,
     pack_dataset,
     preview,
 )
@@ -31,7 +31,7 @@ __all__ = [
     "Preview",
     "Progress",
     "WorkerDied",
-    "first_conversations",
+    "first_rows",
     "pack_dataset",
     "preview",
 ]

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from packing.chat import ChatEncoder, ChatOptions, EncodersDiffer, load_tokenizer
 from packing.errors import InputError, OptionError, RowRejected, TooManyRejects
 from packing.example import Conversation, Example
-from packing.formats import FormatOptions, normalise
+from packing.formats import FormatOptions
 from packing.pipeline.accounting import Accounting
 from packing.pipeline.clock import Clock
 from packing.pipeline.options import PackOptions
 from packing.pipeline.pool import few_collections, map_in_order
-from packing.pipeline.rows import KeptRows, Reject, RowEncoder
+from packing.pipeline.rows import KeptRows, Reject, RowEncoder, conversation_of
 from packing.pipeline.store import EXAMPLE, ExampleStore, StoredPart, from_stored
 from packing.plan import Plan, lower_bound, plan_bins
 from packing.shards import PartWriter, ShardWriter
@@ -347,7 +347,7 @@ def preview(
     )
 
 
-def first_conversations(inputs: Sequence[str], *, rows: int) -> list[Conversation | RowRejected]:
+def first_rows(inputs: Sequence[str], *, rows: int) -> list[Conversation | RowRejected]:
     """The conversations in the first rows of each input; for a row that is none, why.
 
     Raises:
@@ -358,13 +358,10 @@ def first_conversations(inputs: Sequence[str], *, rows: int) -> list[Conversatio
         records = itertools.chain.from_iterable(
             chunk.records() for chunk in source.chunks(rows=ROWS_PER_CHUNK)
         )
-        for _, _, record in itertools.islice(records, rows):
-            try:
-                if isinstance(record, RowRejected):
-                    raise record
-                found.append(normalise(record, options=FormatOptions()))
-            except RowRejected as why:
-                found.append(why)
+        found += [
+            conversation_of(record, options=FormatOptions())
+            for _, _, record in itertools.islice(records, rows)
+        ]
     if not found:
         raise InputError(f"there are no rows in {', '.join(inputs)}")
     return found

@@ -78,6 +78,18 @@ class EncodedChunk:
     seconds: Mapping[str, float]
 
 
+def conversation_of(
+    record: Mapping[str, Any] | RowRejected, *, options: FormatOptions
+) -> Conversation | RowRejected:
+    """A row as a conversation, or why it is none."""
+    if isinstance(record, RowRejected):
+        return record
+    try:
+        return normalise(record, options=options)
+    except RowRejected as error:
+        return error
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowEncoder:
     """Raw rows to token arrays; handed once to each worker.
@@ -100,7 +112,7 @@ class RowEncoder:
         clock = Clock()
         records = list(itertools.islice(chunk.records(), most))
         clock.lap("parse")
-        conversations = [self._normalise(record) for _, _, record in records]
+        conversations = [conversation_of(record, options=self.formats) for _, _, record in records]
         clock.lap("normalise")
         encoded = self._encode(conversations, lap=clock.lap)
         clock.lap("encode")
@@ -120,14 +132,6 @@ class RowEncoder:
             encoders=self.encoder.take_counts(),
             seconds=clock.seconds,
         )
-
-    def _normalise(self, record: Mapping[str, Any] | RowRejected) -> Conversation | RowRejected:
-        if isinstance(record, RowRejected):
-            return record
-        try:
-            return normalise(record, options=self.formats)
-        except RowRejected as error:
-            return error
 
     def _encode(
         self, conversations: Sequence[Conversation | RowRejected], *, lap: Callable[[str], None]

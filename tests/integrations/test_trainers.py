@@ -281,6 +281,13 @@ def test_a_manifest_s_vocabulary_spares_reading_the_rows(
     check_trainer(trainer)
 
 
+def test_an_id_below_zero_is_refused_by_name(make_trainer: Callable[..., transformers.Trainer]) -> None:
+    """A pad of −1 that a data set of one's own left in the ids: named, before the model's own IndexError."""
+    rows = datasets.Dataset.from_dict({"input_ids": [[3, -1, 4]], "labels": [[3, 3, 4]]})
+    with pytest.raises(OptionError, match="train_dataset holds token id -1"):
+        check_trainer(make_trainer(train_dataset=rows))
+
+
 def test_a_stream_is_not_read_to_its_end(make_trainer: Callable[..., transformers.Trainer]) -> None:
     """A data set without a length, which may never end, is left unread; what can be asked of it holds."""
 

@@ -607,6 +607,25 @@ def test_a_tokenizer_is_loaded_as_its_file_says(tmp_path, monkeypatch):
         load_tokenizer(str(tmp_path))
 
 
+def test_a_tokenizer_that_loses_letters_is_refused(tmp_path):
+    """Without its byte-level pre-tokenizer, letters and spaces would leave every text without a trace."""
+    load_tokenizer(str(TOKENIZER)).save_pretrained(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    del state["pre_tokenizer"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(TemplateError, match=r"gives no token for '.*你好"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_the_vocabulary_reaches_to_the_largest_id(tmp_path):
+    """Where ids have gaps, how many tokens there are says nothing of the ids that shards may hold."""
+    load_tokenizer(str(TOKENIZER)).save_pretrained(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    state["model"]["vocab"]["e"] = 5000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    assert ChatEncoder(load_tokenizer(str(tmp_path))).fingerprint()["vocabulary"] == 5001
+
+
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"

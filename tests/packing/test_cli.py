@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from packing import cli
+from packing.atomic import new_file
 from packing.buffer import build_buffer
 from packing.example import make_example
 from packing.pipeline import PackOptions, pack_dataset, pool
@@ -171,6 +172,18 @@ def test_unpack_and_pack_are_inverse(padfree, tmp_path, packed):
     assert all(
         after.example(n).labels.tolist() == before.example(n).labels.tolist() for n in range(len(lines))
     )
+
+
+def test_two_unpack_to_one_file_do_not_mix(padfree, tmp_path, packed):
+    """While one writes, another is refused and leaves it alone; what stands there in the end is whole."""
+    target = tmp_path / "examples.jsonl"
+    with new_file(target, force=False) as file:
+        file.write(b"first\n")
+        status, _, err = padfree("unpack", packed, "--out", target)
+        assert (status, is_one_line(err)) == (2, True)
+        assert "another process is writing" in err
+    assert target.read_bytes() == b"first\n"
+    assert os.listdir(tmp_path) == [target.name]
 
 
 def test_unpack_keeps_a_file_that_exists(padfree, tmp_path, packed):
@@ -383,7 +396,7 @@ def test_inspect_refuses_another_tokenizer(padfree, packed, tmp_path):
     """Text decoded with other tokens would be nonsense, so it is an error."""
     other = copy_tokenizer(tmp_path / "other")
     state = json.loads((other / "tokenizer.json").read_text("utf-8"))
-    state["pre_tokenizer"] = None
+    state["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "never"
     (other / "tokenizer.json").write_text(json.dumps(state), "utf-8")
     status, _, err = padfree("inspect", packed, "--tokenizer", other)
     assert status == 2

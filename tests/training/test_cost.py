@@ -269,6 +269,8 @@ def test_too_little_memory_is_foreseen(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "most for copy of what a checkpoint holds" in line
     assert found(2**30, "cpu", "max\n") == []
     (line,) = found(2**30, "cpu", f"{needed - 1}\n")  # a container's limit
+    cost.MEMINFO.write_text("MemTotal: 99 kB\n")  # says nothing of what is available
+    assert found(None, "cpu") == []
 
 
 def test_a_checkpoint_that_torchrun_would_cut_off_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,10 +44,32 @@ def test_eight_bit_states_of_two_ranks_go_on_on_one(tmp_path: Path) -> None:
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
     words[-1] = f"run.dir={tmp_path / 'one'}"
     with torch.compiler.set_stance("force_eager"):
-        assert main([*words, "--set", "data.accumulation=2", "--resume"]) == 0
+        assert main([*words, "--set", "data.accumulation=2", "--resume"]) == 2
+        accept = ("--accept", "data.accumulation")
+        assert main([*words, "--set", "data.accumulation=2", "--resume", *accept]) == 0
     one = losses(tmp_path / "one")
     assert one[3] == pytest.approx(two[3], rel=1e-3), "the weights"
     assert one[5] == pytest.approx(two[5], rel=5e-3), "the states, and the rounding of their steps"
+
+
+def test_replicas_round_alike(tmp_path: Path) -> None:
+    """Two ranks that hold the same weights (HSDP) round them to the same ones, step after step."""
+    shards = some_shards(tmp_path / "shards")
+    (tmp_path / "run.toml").write_text(
+        f'[data]\nshards = "{shards}"\n[model]\nconfig = "tiny-qwen3_5"\nprecision = "bf16"\n'
+        '[optim]\nlr = 1e-2\nrounding = "stochastic"\n[parallel]\nreplicas = 2\n'
+        "[schedule]\nsteps = 2\n[checkpoint]\nevery = 0\nlast = false\n"
+    )
+    worker = Path(__file__).with_name("weights_worker.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [str(tmp_path / "run.toml"), f"run.dir={tmp_path / 'run'}"]
+    eager = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+    said = subprocess.run(
+        [*torchrun, str(worker), *words], check=True, timeout=240, env=eager, capture_output=True, text=True
+    ).stdout
+    found = sorted(line for line in said.splitlines() if line.startswith("weights "))
+    assert len(found) == 2
+    assert found[0] == found[1]
 
 
 @pytest.fixture
