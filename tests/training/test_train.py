@@ -266,7 +266,7 @@ def test_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
     )
     for part in (None, "eval"):
         data = TrainingData(str(tmp_path / "packed"), part=part, rank=0, world_size=1)
-        assert data._words == data.vocabulary == 1019
+        assert data.shards.vocabulary == data.vocabulary == 1019
 
 
 def test_a_tokenizer_may_have_words_that_no_row_uses(
