@@ -80,20 +80,26 @@ def new_file(target: Path, *, force: bool) -> Iterator[BinaryIO]:
     """A file to write, which has its name when the block ends well, and is gone where it does not.
 
     Raises:
-        OutputError: the target exists and `force` is not given, or another process is writing it.
+        OutputError: the target exists and `force` is not given, it can be no file, another process writes
+            it, or the system refuses.
     """
+    if not target.parent.is_dir():
+        raise OutputError(f"{target.parent}: no such directory; make it first")
+    if target.is_dir():
+        raise OutputError(f"{target} is a folder: name a file")
     lock_path = target.with_name(f".{target.name}.lock")
-    lock = _own(lock_path, target=target)
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        check_target(target, force=force, may_replace=lambda _: True)
-        with partial.open("wb") as file:
-            yield file
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-        lock_path.unlink(missing_ok=True)
-        os.close(lock)
+    with writing(target):
+        lock = _own(lock_path, target=target)
+        partial = target.with_name(f".{target.name}.partial")
+        try:
+            check_target(target, force=force, may_replace=lambda _: True)
+            with partial.open("wb") as file:
+                yield file
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
+            os.close(lock)
 
 
 def _own(lock_path: Path, *, target: Path) -> int:

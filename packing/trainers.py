@@ -201,7 +201,7 @@ def _extremes(dataset: Any) -> tuple[int, int]:
     import pyarrow.compute as pc
 
     if isinstance(dataset, PackedDataset):
-        return 0, dataset.shards.largest_id  # none is below 0: each was checked when it was written
+        return 0, dataset.shards.largest_id  # pack and import take none below 0
     if hasattr(dataset, "column_names"):  # of datasets: by its own columns, not by Python's numbers
         batches = dataset.with_format("arrow").iter(batch_size=1000)
         pairs = (pc.min_max(pc.list_flatten(batch["input_ids"])).as_py().values() for batch in batches)

@@ -623,7 +623,12 @@ def test_the_vocabulary_reaches_to_the_largest_id(tmp_path):
     state = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
     state["model"]["vocab"]["e"] = 5000
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
-    assert ChatEncoder(load_tokenizer(str(tmp_path))).fingerprint()["vocabulary"] == 5001
+    encoder = ChatEncoder(load_tokenizer(str(tmp_path)))
+    assert encoder.fingerprint()["vocabulary"] == 5001
+    (row,) = encoder.encode_many(
+        [Conversation(example=make_example(np.array([1, 5000]), trained=np.ones(2, bool)))]
+    )
+    assert row[0].input_ids.tolist() == [1, 5000]
 
 
 QWEN2 = (

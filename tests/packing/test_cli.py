@@ -186,6 +186,16 @@ def test_two_unpack_to_one_file_do_not_mix(padfree, tmp_path, packed):
     assert os.listdir(tmp_path) == [target.name]
 
 
+def test_unpack_names_what_can_be_no_file(padfree, tmp_path, packed):
+    """A folder that is missing, or stands where the file should: one line, and nothing is made."""
+    (tmp_path / "folder").mkdir()
+    for place, says in ("no/x", "no such directory"), ("folder", "is a folder"):
+        status, _, err = padfree("unpack", packed, "--out", tmp_path / place, "--force")
+        assert (status, is_one_line(err)) == (2, True)
+        assert says in err
+    assert os.listdir(tmp_path) == ["folder"]
+
+
 def test_unpack_keeps_a_file_that_exists(padfree, tmp_path, packed):
     """It is an error without --force."""
     (tmp_path / "examples.jsonl").write_text("mine")
