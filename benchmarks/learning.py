@@ -48,7 +48,7 @@ from training.config import Config, Data, Eval, Model, Optim, Run, Schedule
 from training.data import IGNORE_INDEX, MicroBatch, micro_batch
 from training.launch import leave
 from training.model import read_config
-from training.optim import clip, learning_rate, make_optimizer, set_learning_rate
+from training.optim import clip, gradient_norm, learning_rate, make_optimizer, set_learning_rate
 from training.parallel import World, join
 from training.train import build, evaluate, forward_backward, open_data, precision
 from training.train import spread as spread_over_ranks
@@ -211,7 +211,8 @@ def train(config: Config, *, world: World, steps: list[list[Any]], micro_batches
         batches = list(micro_batches(numbers))
         supervised = sum(batch.supervised_tokens for batch in batches)
         loss = forward_backward(root, batches, num_items_in_batch=supervised, device=world.device)
-        norms.append(float(clip(root.parameters(), limit=config.optim.clip)))
+        norms.append(gradient_norm(root.parameters()))
+        clip(root.parameters(), norm=norms[-1], limit=config.optim.clip)
         set_learning_rate(
             optimizer, learning_rate(step, schedule=config.schedule, steps=len(steps), peak=config.optim.lr)
         )

@@ -42,7 +42,7 @@ from training.lora import add_adapters
 from training.loss import SupervisedLoss, choose_loss
 from training.metrics import Metrics
 from training.model import blocks, ends, freeze, load_weights, materialise, read_config, skeleton, whole
-from training.optim import clip, learning_rate, make_optimizer, set_learning_rate
+from training.optim import clip, gradient_norm, learning_rate, make_optimizer, set_learning_rate
 from training.parallel import Stopwatch, World, join, on_device, reduce_whole, shard
 from training.profile import StepProfiler
 from training.recompute import recompute
@@ -194,9 +194,9 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                 upcoming = next(stream) if taken < last else []
                 waited = time.perf_counter() - reading if clock.idle() else 0.0
                 watchdog.at(taken, "waiting for the device and the other ranks", times=patience)
-                norm = clip(root.parameters(), limit=config.optim.clip)
+                norm = gradient_norm(root.parameters())  # waits for the device
                 clock.mark()
-                loss, signals = world.sum(float(share), bool(stop.name))  # waits for the device
+                loss, signals = world.sum(float(share), bool(stop.name))
                 finite = math.isfinite(loss) and math.isfinite(norm)
                 if not finite:
                     line = report_nonfinite(
@@ -217,6 +217,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                 lr = learning_rate(step, schedule=config.schedule, steps=steps, peak=config.optim.lr)
                 set_learning_rate(optimizer, lr)
                 if finite:
+                    clip(root.parameters(), norm=norm, limit=config.optim.clip)
                     if config.optim.rounding == "stochastic":  # replicas have to round alike
                         shard_rank = world.mesh.get_local_rank("shard")
                         seed = step_seed(config.run.seed, step=step, rank=shard_rank, of="rounding")

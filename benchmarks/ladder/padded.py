@@ -20,7 +20,7 @@ from packing.loader import OrderOptions, PackedSampler
 from training.config import Config
 from training.metrics import FILE
 from training.model import blocks, ends, materialise, read_config
-from training.optim import clip, make_optimizer
+from training.optim import clip, gradient_norm, make_optimizer
 from training.parallel import World, join, shard
 from training.recompute import recompute
 from training.train import precision
@@ -138,7 +138,8 @@ def train(config: Config, *, in_order_of_length: bool) -> None:
                     share = root(**_on_device(batch, world.device), num_items_in_batch=int(supervised))
                     share.backward()
                     loss += share.detach()
-                norm = clip(root.parameters(), limit=config.optim.clip)
+                norm = gradient_norm(root.parameters())
+                clip(root.parameters(), norm=norm, limit=config.optim.clip)
                 optimizer.step()
                 optimizer.zero_grad()
                 (total,) = world.sum(float(loss))  # waits for the device
@@ -146,7 +147,7 @@ def train(config: Config, *, in_order_of_length: bool) -> None:
                     kind="train",
                     step=step + 1,
                     loss=total,
-                    grad_norm=float(norm),
+                    grad_norm=norm,
                     real_tokens=int(real),
                     supervised_tokens=int(supervised),
                     fill=real / slots,
