@@ -1,12 +1,15 @@
-"""A run at 27B width is killed amid its steps and goes on: the same losses as one never stopped.
+"""A run is killed amid its steps and goes on, on as many ranks or on fewer: the losses of one never stopped.
 
     python benchmarks/resume.py --lengths ../shared/data/ultrachat_like_lengths.npy      # two H200s, 4.1 B
-    python benchmarks/resume.py --model-config benchmarks/configs/ladder-tiny.json --capacity 256  # CPU
+    python benchmarks/resume.py --ranks 8 --resume-ranks 4 --layers 64 --steps 200 --every 50 \
+        --kill-after 120 --kill one --eval-every 50 --apart --set model.precision=mixed   # eight, 26.9 B
+    python benchmarks/resume.py --model-config benchmarks/configs/ladder-tiny.json --capacity 256 \
+        --ranks 4 --resume-ranks 2                                                        # CPU
 
-Three runs of `torchrun -m training`: one whole; beside it one that saves every third step and is killed, all
-ranks at once with SIGKILL, after it took the fourth; and that one resumed. Saves both runs' losses, their
-largest difference, and what saving and loading took to results/resume.json, or into $OUT. On a GPU kernels
-with atomic sums leave the last bits open, so the losses may differ by 1e-3 of their size at most.
+Three runs of `torchrun -m training`: one whole; one that saves and is killed with SIGKILL; that one resumed.
+Saves to results/resume.json, or into $OUT: the losses, their largest difference, whether each step took the
+same tokens, and what saving and loading took. On a GPU kernels with atomic sums leave the last bits open, and
+another number of ranks adds in another order, so the losses may differ by `--limit` of their size.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,96 +25,181 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ladder.data import read_lengths, write_shards
 from record import save
 
+from training.config import Model
+from training.model import read_config, skeleton
+
 CONFIGS = Path(__file__).with_name("configs")
-SAVED, KILLED, STEPS = 3, 4, 8
-LIMIT = 1e-3
+SAVED_BYTES = {"bf16": 6, "mixed": 12, "fp32": 12}
+"""Of a parameter in a checkpoint, by precision: the weight and AdamW's two states."""
 
 
 def main() -> int:
-    """Runs all three; 0 if the losses agree."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model-config", type=Path, default=CONFIGS / "ladder-27b.json")
-    parser.add_argument("--layers", type=int, default=4, help="of the model")
-    parser.add_argument("--lengths", help="a .npy file, a text file or a shard directory; else synthetic")
-    parser.add_argument("--capacity", type=int, default=8192)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
-    arguments = parser.parse_args()
-
+    """Runs all three; 0 if losses and tokens agree."""
+    arguments = parser().parse_args()
+    split = arguments.ranks // arguments.resume_ranks
+    if split * arguments.resume_ranks != arguments.ranks or not split:
+        raise SystemExit(f"{arguments.ranks} ranks can't go on as {arguments.resume_ranks}: choose a divisor")
     model = json.loads(arguments.model_config.read_text("utf-8")) | {"num_hidden_layers": arguments.layers}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "model.json").write_text(json.dumps(model))
         (place / "run.toml").write_text("")
-        lengths = read_lengths(arguments.lengths, most=arguments.capacity)
+        size = bill(place, settings=arguments.set)
         write_shards(
             place / "shards",
-            lengths,
+            read_lengths(arguments.lengths, most=arguments.capacity),
             capacity=arguments.capacity,
-            buffers=arguments.ranks * STEPS,
-            probes=1,
+            buffers=arguments.ranks * arguments.steps,
+            probes=arguments.ranks,
             vocabulary=model["vocab_size"],
         )
-        whole = Trainer(place, "whole", arguments, every=0)
-        cut = Trainer(place, "cut", arguments, every=SAVED)
-        checkpoint = place / "cut" / "checkpoints" / f"step-{SAVED:08d}"
-        cut.wait_for(lambda: SAVED in cut.losses())
+        whole = Trainer(place, "whole", arguments)
+        if arguments.apart:
+            whole.wait()
+        cut = Trainer(place, "cut", arguments, every=arguments.every)
+        first = place / "cut" / "checkpoints" / f"step-{arguments.every:08d}"
+        cut.wait_for(lambda: arguments.every in cut.losses())
         began = time.perf_counter()
-        cut.wait_for(checkpoint.exists)
+        cut.wait_for(first.exists)
         save_seconds = time.perf_counter() - began
-        cut.wait_for(lambda: KILLED in cut.losses())
-        cut.kill()
-        killed = max(cut.losses())
-        whole.wait()
+        cut.wait_for(lambda: arguments.kill_after in cut.losses())
+        cut.kill(one=arguments.kill == "one")
+        killed, lines = max(cut.losses()), cut.lines()
+        newest = max(path.name for path in first.parent.glob("step-*"))
+        if not arguments.apart:
+            whole.wait()
         began = time.perf_counter()
-        resumed = Trainer(place, "cut", arguments, "--resume", every=0)
+        resumed = Trainer(
+            place,
+            "cut",
+            arguments,
+            "--resume",
+            ranks=arguments.resume_ranks,
+            more=[f"data.accumulation={split}"] if split > 1 else [],
+        )
         resumed.wait()
         resume_seconds = time.perf_counter() - began
-        size = sum(file.stat().st_size for file in checkpoint.iterdir())
-        before, after = whole.losses(), resumed.losses()
+        written = sum(file.stat().st_size for file in (first.parent / newest).iterdir())
 
-    steps = range(1, STEPS + 1)
-    difference = max(abs(after[step] - before[step]) / before[step] for step in steps)
-    results = {
-        "holds": difference <= LIMIT,
-        "relative_difference": difference,
-        "bit_for_bit": after == before,
-        "layers": arguments.layers,
-        "ranks": arguments.ranks,
-        "set": arguments.set,
-        "killed_after_step": killed,
-        "resumed_from_step": SAVED,
-        "checkpoint_bytes": size,
-        "save_s": save_seconds,
-        "resumed_run_s": resume_seconds,
-        "losses": {"whole": before, "killed and resumed": after},
-    }
+        before, after = whole.losses(), resumed.losses()
+        steps = range(1, arguments.steps + 1)
+        difference = max(abs(after[step] - before[step]) / before[step] for step in steps)
+        results: dict[str, Any] = {
+            "holds": difference <= arguments.limit and whole.tokens() == resumed.tokens(),
+            "relative_difference": difference,
+            "limit": arguments.limit,
+            "bit_for_bit": after == before,
+            "same_tokens_each_step": whole.tokens() == resumed.tokens(),
+            "layers": arguments.layers,
+            "ranks": arguments.ranks,
+            "resumed_on": arguments.resume_ranks,
+            "killed": arguments.kill,
+            "set": arguments.set,
+            "killed_after_step": killed,
+            "resumed_from_step": int(newest.removeprefix("step-")),
+            "checkpoint_bytes": written,
+            "expected_bytes": size,
+            "save_s": save_seconds,
+            "held_s": [line["held_s"] for line in lines if line["kind"] == "checkpoint"],
+            "resumed_run_s": resume_seconds,
+            "losses": {"whole": before, "killed and resumed": after},
+            "evaluations": {
+                "whole": whole.losses("eval"),
+                "killed and resumed": resumed.losses("eval"),
+            },
+        }
+        if arguments.apart:  # beside each other they would slow each other down
+            results["saving_over_whole"] = seconds(lines) / seconds(whole.lines(), last=killed) - 1
     save("resume", results, packages=["flash-linear-attention", "causal-conv1d", "flash-qla", "liger-kernel"])
     print(json.dumps(results))
     return 0 if results["holds"] else 1
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    found.add_argument("--model-config", type=Path, default=CONFIGS / "ladder-27b.json")
+    found.add_argument("--layers", type=int, default=4, help="of the model")
+    found.add_argument("--lengths", help="a .npy file, a text file or a shard directory; else synthetic")
+    found.add_argument("--capacity", type=int, default=8192)
+    found.add_argument("--ranks", type=int, default=2)
+    found.add_argument("--resume-ranks", type=int, default=2, help="a divisor of --ranks")
+    found.add_argument("--steps", type=int, default=8)
+    found.add_argument("--every", type=int, default=3, help="steps between two checkpoints")
+    found.add_argument("--kill-after", type=int, default=4, metavar="STEP")
+    found.add_argument("--kill", choices=["all", "one"], default="all", help="all ranks at once, or the last")
+    found.add_argument("--eval-every", type=int, default=0, help="steps between two evaluations")
+    found.add_argument(
+        "--apart", action="store_true", help="one run after the other, which also shows what saving costs"
+    )
+    found.add_argument("--limit", type=float, default=1e-3, help="relative difference of losses")
+    found.add_argument("--set", action="append", default=[], metavar="section.key=value")
+    return found
+
+
+def bill(place: Path, *, settings: list[str]) -> int:
+    """Bytes of a checkpoint; says so, and refuses what disk or memory can't hold before anything runs."""
+    count = skeleton(
+        read_config(Model(config=str(place / "model.json")), vocabulary=0), precision="fp32"
+    ).num_parameters()
+    chosen = [setting.partition("=")[2] for setting in settings if setting.startswith("model.precision=")]
+    size = count * SAVED_BYTES[chosen[-1] if chosen else "mixed"]
+    disk = shutil.disk_usage(place).free
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    print(
+        f"{count:,} parameters; a checkpoint takes {size / 1e9:.1f} GB, two of {disk / 1e9:.0f} GB free disk "
+        f"while the second is written, and one of {memory / 1e9:.0f} GB memory",
+        flush=True,
+    )
+    if 2 * size > disk or size > memory / 2:
+        raise SystemExit("too much for this machine: fewer --layers")
+    return size
+
+
+def seconds(lines: list[dict[str, Any]], *, last: int | None = None) -> float:
+    """What the steps took, and what checkpoints held them up, from the second to the last."""
+    taken = {"train": "step_s", "checkpoint": "held_s"}
+    return sum(
+        line[taken[line["kind"]]]
+        for line in lines
+        if line["kind"] in taken and 2 <= line["step"] <= (last or line["step"])
+    )
+
+
 class Trainer:
     """`torchrun -m training` in a run directory of its own."""
 
-    def __init__(self, place: Path, run: str, arguments: argparse.Namespace, *flags: str, every: int) -> None:
+    def __init__(
+        self,
+        place: Path,
+        run: str,
+        arguments: argparse.Namespace,
+        *flags: str,
+        ranks: int | None = None,
+        every: int = 0,
+        more: list[str] | None = None,
+    ) -> None:
         self._run = place / run
         settings = [
             f"run.dir={self._run}",
             f"data.shards={place / 'shards'}",
             f"model.config={place / 'model.json'}",
-            f"schedule.steps={STEPS}",
+            f"schedule.steps={arguments.steps}",
             "optim.lr=3e-4",  # so that weights or states left behind would show
             "schedule.kind=constant",
             "checkpoint.last=false",
             f"checkpoint.every={every}",
+            f"eval.every={arguments.eval_every}",
             *arguments.set,
+            *(more or []),
         ]
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
+        torchrun += [str(ranks or arguments.ranks)]
         sets = [word for setting in settings for word in ("--set", setting)]
         command = [sys.executable, "-m", *torchrun, "-m", "training", str(place / "run.toml"), *flags, *sets]
         self._process = subprocess.Popen(command)
@@ -127,21 +216,33 @@ class Trainer:
                 raise SystemExit(f"{self._run.name} ended too early: its words are above")
             time.sleep(0.02)
 
-    def kill(self) -> None:
-        """SIGKILL to torchrun and all ranks at once."""
-        ranks = subprocess.run(
+    def kill(self, *, one: bool) -> None:
+        """SIGKILL to torchrun and all ranks at once, or to one rank, after which torchrun ends the others."""
+        found = subprocess.run(
             ["pgrep", "-P", str(self._process.pid)], capture_output=True, text=True, check=True
         )
-        for number in (self._process.pid, *map(int, ranks.stdout.split())):
+        ranks = [int(number) for number in found.stdout.split()]
+        for number in ranks[-1:] if one else (self._process.pid, *ranks):
             os.kill(number, signal.SIGKILL)
         self._process.wait()
 
-    def losses(self) -> dict[int, float]:
-        """Of each step so far."""
+    def lines(self) -> list[dict[str, Any]]:
+        """The metrics so far."""
         path = self._run / "metrics.jsonl"
         text = path.read_text("utf-8") if path.exists() else ""
-        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def losses(self, kind: str = "train") -> dict[int, float]:
+        """Of each step, or evaluation, so far."""
+        return {line["step"]: line["loss"] for line in self.lines() if line["kind"] == kind}
+
+    def tokens(self) -> list[tuple[int, int]]:
+        """Real and supervised ones of each step."""
+        return [
+            (line["real_tokens"], line["supervised_tokens"])
+            for line in self.lines()
+            if line["kind"] == "train"
+        ]
 
 
 if __name__ == "__main__":

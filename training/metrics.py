@@ -21,9 +21,10 @@ FILE = "metrics.jsonl"
 class Metrics:
     """Rank 0's metrics file and display; on the other ranks nothing is written or shown.
 
-    Each line of the file is an object with `kind` ("bound", "train", "spike", "eval") and `step`, the number
-    of optimizer steps taken so far. Tokens a second count all ranks, `_per_rank` one of them. `data_s`, in
-    which the device had nothing left to do and waited for the next batch, is a part of `forward_backward_s`.
+    Each line of the file is an object with `kind` ("bound", "train", "spike", "eval", "checkpoint") and
+    `step`, the number of optimizer steps taken so far. Tokens a second count all ranks, `_per_rank` one of
+    them. `data_s`, in which the device had nothing left to do and waited for the next batch, is a part of
+    `forward_backward_s`. `held_s` is how long a checkpoint held training up.
     """
 
     def __init__(
@@ -127,6 +128,13 @@ class Metrics:
                 f"step {values['step']}/{self._steps}  evaluation loss {values['loss']:.4f} over "
                 f"{values['supervised_tokens']:,} supervised tokens  {values['eval_s']:.2f} s"
             )
+
+    def checkpoint(self, values: Mapping[str, Any], *, path: Path) -> None:
+        """A checkpoint's values, to the file and the display."""
+        if self._active:
+            self._write({"kind": "checkpoint", **values})
+            self._log("checkpoint", values)
+            self.say(f"step {values['step']}/{self._steps}  saved {path}  {values['held_s']:.2f} s")
 
     def _log(self, kind: str, values: Mapping[str, Any]) -> None:
         named = {f"{kind}/{key}": value for key, value in values.items() if key != "step"}

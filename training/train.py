@@ -265,6 +265,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                 every = config.checkpoint.every
                 if (end and config.checkpoint.last) or (every and taken % every == 0) or signals:
                     watchdog.at(taken, "saving a checkpoint", times=SLOW)
+                    began = time.perf_counter()
                     written = saver.save(
                         taken,
                         model=root.model,
@@ -276,7 +277,8 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
                             "config": dataclasses.asdict(config),
                         },
                     )
-                    metrics.say(f"step {taken}/{last}  saved {written}")
+                    held = time.perf_counter() - began
+                    metrics.checkpoint({"step": taken, "held_s": held}, path=written)
                 saver.poll()
                 if signals and not end:
                     saver.finish()
