@@ -6,7 +6,7 @@ import fnmatch
 import itertools
 import re
 import zlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,11 @@ def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
             quantized model.
     """
     place = model.weights or model.config
-    if place in TINY:
+    if is_built_in(model.config):
         return AutoConfig.for_model(**TINY[place], vocab_size=vocabulary)
     if not Path(place).exists():  # transformers would ask the Hub
-        raise InputError(f"{place}: no such file or directory; built in are {', '.join(TINY)}")
+        hint = "" if model.weights else f"; built in are {', '.join(TINY)}"
+        raise InputError(f"{place}: no such file or directory{hint}")
     config = saved_config(place)
     text: PretrainedConfig = config.get_text_config()
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -83,6 +84,11 @@ def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
             "its own: make config.json say the same in both places, as the weights are"
         )
     return text
+
+
+def is_built_in(name: str, *, among: Container[str] = TINY) -> bool:
+    """Whether a name means a model that needs no files: a file or folder of that name comes first."""
+    return name in among and not Path(name).exists()
 
 
 def saved_config(place: str) -> PretrainedConfig:

@@ -349,6 +349,7 @@ def test_bad_model_is_refused(
 ) -> None:
     """A missing or unknown configuration, weights that are missing or another model's: one line."""
     refused(words("model.config=tiny-qwen4"), capsys, "tiny-qwen4", "built in are tiny-qwen3_5")
+    refused(words("model.config=", "model.weights=tiny-qwen3_5"), capsys, "tiny-qwen3_5: no such file")
     (tmp_path / "other.json").write_text('{"model_type": "no-such-model"}')
     refused(words(f"model.config={tmp_path / 'other.json'}"), capsys, "other.json", "no-such-model")
     (tmp_path / "list.json").write_text("[]")
@@ -377,6 +378,17 @@ def test_bad_model_is_refused(
     refused(words(*here), capsys, "model.safetensors", "damaged or cut off")
     refused(words("parallel.device=cuda"), capsys, "no GPU", "parallel.device=cpu")
     refused(words("model.loss=liger"), capsys, "model.loss=plain")
+
+
+def test_a_folder_comes_before_a_built_in_model_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As doctor does, a run takes the user's own configuration, of weights and without."""
+    monkeypatch.chdir(tmp_path)
+    assert read_config(Model(config="tiny-qwen3_5"), vocabulary=7).model_type == "qwen3_5_text"
+    tiny_qwen3().save_pretrained("tiny-qwen3_5")
+    for model in (Model(config="tiny-qwen3_5"), Model(weights="tiny-qwen3_5")):
+        assert read_config(model, vocabulary=7).model_type == "qwen3"
 
 
 def test_weights_of_two_models_are_refused(
