@@ -284,7 +284,7 @@ def itemised(
     return lines
 
 
-def doubts(
+def risks(
     config: Config, model: PreTrainedModel, *, world: World, capacity: int, precision: Precision
 ) -> Iterator[str]:
     """What may end this run without a word of its own, as far as it can be foreseen, a line each.

@@ -245,6 +245,17 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
     """Reads safetensors straight into the shards: each rank reads its own slices alone.
 
     Raises:
+        InputError: as `match_weights`.
+    """
+    state = model.state_dict()
+    wanted = {stored: state[name] for name, stored in match_weights(model, directory).items()}
+    load_tensors(wanted, storage_reader=HuggingFaceStorageReader(directory))
+
+
+def match_weights(model: PreTrainedModel, directory: str) -> dict[str, str]:
+    """Which stored tensor each of the model's, which may be on meta, is read from; reads headers.
+
+    Raises:
         InputError: no safetensors, damaged ones, a name in two of them, tied parameters that differ, a
             parameter that they do not hold in that shape, or one whose numbers are not the weight itself:
             quantized, scaled or with a bias that the model has not.
@@ -275,7 +286,8 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
     first = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     tied = {name: own_name(first[parameter]) for name, parameter in every if first[parameter] != name}
-    wanted, missing = {}, []
+    wanted: dict[str, str] = {}
+    missing = []
     for full_name, tensor in model.state_dict().items():
         if is_adapter(full_name):
             continue
@@ -300,7 +312,7 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
                 )
             if tensor.is_floating_point() and types[found] not in _PLAIN:
                 raise InputError(f"{directory}: {found} is stored as {types[found]}: {_QUANTIZED}")
-            wanted[found] = tensor
+            wanted[full_name] = found
         elif full_name not in tied:
             missing.append(name)
     if missing:
@@ -308,8 +320,9 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
             f"{directory}: {len(missing)} of {len(wanted) + len(missing)} parameters of "
             f"{type(model).__name__} are not in the safetensors, among them {missing[0]}"
         )
-    _check_all_taken(types.keys() - wanted.keys(), taken=wanted.keys(), model=model, directory=directory)
-    load_tensors(wanted, storage_reader=reader)
+    taken = set(wanted.values())
+    _check_all_taken(types.keys() - taken, taken=taken, model=model, directory=directory)
+    return wanted
 
 
 def _check_all_taken(left: Set[str], *, taken: Set[str], model: PreTrainedModel, directory: str) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3Config, Qwen3MoeCo
 
 from training import cost
 from training.config import Checkpoint, Config, Data, Lora, Model, Optim, Parallel
-from training.cost import Work, doubts, flops, itemised, most, price, price_on_host, recomputed, work
+from training.cost import Work, flops, itemised, most, price, price_on_host, recomputed, risks, work
 from training.errors import OptionError
 from training.kernels.binding import find_attentions
 from training.kernels.families import FAMILIES, Family, tiny_config
@@ -253,7 +253,7 @@ def test_too_little_memory_is_foreseen(monkeypatch: pytest.MonkeyPatch, tmp_path
         if free is not None:
             cost.MEMINFO.write_text(f"MemTotal: 99 kB\nMemAvailable:   {free} kB\nBuffers: 1 kB\n")
         world: Any = SimpleNamespace(size=4, local_size=2, device=torch.device(device))
-        return list(doubts(config, model, world=world, capacity=8192, precision="fp32"))
+        return list(risks(config, model, world=world, capacity=8192, precision="fp32"))
 
     assert found(None, "cpu") == []
     assert found(needed // 1024 + 1, "cpu") == []
@@ -311,7 +311,7 @@ def test_a_checkpoint_that_torchrun_would_cut_off_is_foreseen(monkeypatch: pytes
             patch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
             for name, value in variables.items():
                 patch.setenv(name, value)
-            return list(doubts(config, model, world=world, capacity=64, precision="fp32"))
+            return list(risks(config, model, world=world, capacity=64, precision="fp32"))
 
     under = {"TORCHELASTIC_ERROR_FILE": "logs/run_x/attempt_0/0/error.json"}
     assert found("2.11.0+cu130") == []

@@ -347,7 +347,10 @@ def test_more_ranks_than_buffers_are_refused(shards: Path) -> None:
 def test_bad_model_is_refused(
     words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing or unknown configuration, weights that are missing or another model's: one line."""
+    """A missing or unknown configuration, weights that are missing or another model's: one line.
+
+    A dry run says it too: headers tell, before any memory is taken.
+    """
     refused(words("model.config=tiny-qwen4"), capsys, "tiny-qwen4", "built in are tiny-qwen3_5")
     refused(words("model.config=", "model.weights=tiny-qwen3_5"), capsys, "tiny-qwen3_5: no such file")
     (tmp_path / "other.json").write_text('{"model_type": "no-such-model"}')
@@ -366,13 +369,17 @@ def test_bad_model_is_refused(
     empty.mkdir()
     (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
     here = ("model.config=", f"model.weights={empty}")
-    refused(words(*here), capsys, "no *.safetensors")
+    for dry in ([], ["--dry-run"]):
+        refused([*words(*here), *dry], capsys, "no *.safetensors")
     Qwen3ForCausalLM(tiny_qwen3(num_hidden_layers=1)).save_pretrained(empty)
     (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
     refused(words(*here), capsys, "not in the safetensors", "model.layers.1.")
     Qwen3ForCausalLM(tiny_qwen3(intermediate_size=48)).save_pretrained(empty)
     (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
-    refused(words(*here), capsys, "is of [48, 32] in the safetensors, of [64, 32] by config.json")
+    for dry in ([], ["--dry-run"]):
+        refused(
+            [*words(*here), *dry], capsys, "is of [48, 32] in the safetensors, of [64, 32] by config.json"
+        )
     file = empty / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     refused(words(*here), capsys, "model.safetensors", "damaged or cut off")
