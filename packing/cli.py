@@ -180,10 +180,11 @@ def pack(words: Sequence[str]) -> int:
 def _dry_run(arguments: argparse.Namespace) -> int:
     from packing import report
     from packing.chat import load_tokenizer
-    from packing.pipeline import preview
+    from packing.pipeline import check_workers, preview
     from packing.shards import check_out
 
     options = _packing_options(arguments)
+    check_workers(arguments.workers)
     if arguments.out is not None:
         check_out(arguments.out, force=arguments.force)
     _leave_out_torch()

@@ -14,6 +14,8 @@ What a trainer may do to a packed batch, and what becomes of it (refused: by `ch
     cut batches apart (dispatch_batches)        refused
     repeat samples to even out the ranks        refused; `multiple_of` and `whole_steps` mend it
     take a model with too few words             refused: its embedding has no row for an id
+    take a model of another vocabulary          refused: the ids would mean other words
+    take a model with too few positions         refused
     take means over ranks of unequal tokens     refused
     gather the logits in an evaluation          refused
     shuffle with a sampler of its own           harmless: a buffer is a sample like any other
@@ -35,6 +37,11 @@ from packing.loader import PackedDataset, collate
 
 if TYPE_CHECKING:
     import datasets
+
+    from packing.shards import ShardSet
+
+PADDED_VOCABULARY = 2048
+"""Models round their vocabulary up, by at most this in the field (gpt-oss: 1,069; Qwen3: 267)."""
 
 
 def whole_steps(dataset: datasets.Dataset, *, multiple_of: int) -> datasets.Dataset:
@@ -63,7 +70,7 @@ def check_trainer(trainer: Any) -> None:
     Raises:
         OptionError: the first setting that would let examples see each other, show buffers twice, weigh
             tokens unequally or gather all logits; with the setting that is right. Or it is no trainer, or
-            its model has no word for an id of its data sets, which are read for it where no manifest tells.
+            its model does not fit its data sets (`misfits`), which are read where no manifest tells.
     """
     if not (hasattr(trainer, "args") and hasattr(trainer, "data_collator")):
         raise OptionError(
@@ -118,7 +125,39 @@ def _problems(trainer: Any) -> Iterator[str]:
             "training.kernels.bind(model)"
         )
     for name in ("train", "eval"):
-        yield from _words(trainer, name=name)
+        yield from _model(trainer, name=name)
+
+
+def misfits(shards: ShardSet, *, vocabulary: int, positions: int | None) -> Iterator[str]:
+    """Why a model can't train on a shard set, a line each.
+
+    A tokenizer may have more words than its model, as long as no id is beyond: Gemma 3's smallest model
+    has no row for the image token, the last of 262,145.
+
+    Args:
+        shards: Their ids are read, about a second for 250 million, where the manifest does not do.
+        vocabulary: The model's words.
+        positions: The most that it takes; None where it does not say.
+    """
+    known = shards.vocabulary
+    made = "" if known is None else f" was packed with a tokenizer of {known} words"
+    if (known is None or vocabulary < known) and shards.largest_id >= vocabulary:
+        holder = f"{shards.path}{made} and" if made else str(shards.path)
+        yield _beyond(holder, largest=shards.largest_id, vocabulary=vocabulary)
+    if known is not None and vocabulary > known + PADDED_VOCABULARY:
+        yield f"{shards.path}{made}, the model has {vocabulary} words: pack with the model's own tokenizer"
+    if positions is not None and shards.capacity > positions:
+        yield (
+            f"{shards.path} has a capacity of {shards.capacity} tokens, the model takes {positions} "
+            f"positions: pack with --capacity {positions} or less"
+        )
+
+
+def _beyond(holder: str, *, largest: int, vocabulary: int) -> str:
+    return (
+        f"{holder} holds ids up to {largest}, the model has {vocabulary} words: pack with the model's own "
+        "tokenizer, or give the model more (resize_token_embeddings)"
+    )
 
 
 def _bound(model: Any) -> bool:
@@ -179,29 +218,24 @@ def _parts(trainer: Any, *, name: str) -> list[Any]:
     return [part for part in parts if hasattr(part, "__len__")]  # a stream can't be looked through
 
 
-def _words(trainer: Any, *, name: str) -> Iterator[str]:
-    words = trainer.model.get_input_embeddings().num_embeddings
+def _model(trainer: Any, *, name: str) -> Iterator[str]:
+    vocabulary = trainer.model.get_input_embeddings().num_embeddings
+    positions = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
     for part in _parts(trainer, name=name):
         if isinstance(part, PackedDataset):
-            known = part.shards.vocabulary
-            if known is not None and known <= words:
-                continue
+            yield from misfits(part.shards, vocabulary=vocabulary, positions=positions)
+            continue
         least, largest = _extremes(part)
         if least < 0:
             yield f"{name}_dataset holds token id {least}, and no model has a word for that: pack it again"
-        if largest >= words:
-            yield (
-                f"{name}_dataset holds token id {largest}, and its model's embedding has {words} rows, for "
-                f"ids up to {words - 1}: pack with the model's own tokenizer, or resize_token_embeddings"
-            )
+        if largest >= vocabulary:
+            yield _beyond(f"{name}_dataset", largest=largest, vocabulary=vocabulary)
 
 
 def _extremes(dataset: Any) -> tuple[int, int]:
     """The least and the largest token id, found by reading all: about a second for 250 million tokens."""
     import pyarrow.compute as pc
 
-    if isinstance(dataset, PackedDataset):
-        return 0, dataset.shards.largest_id  # pack and import take none below 0
     if hasattr(dataset, "column_names"):  # of datasets: by its own columns, not by Python's numbers
         batches = dataset.with_format("arrow").iter(batch_size=1000)
         pairs = (pc.min_max(pc.list_flatten(batch["input_ids"])).as_py().values() for batch in batches)

@@ -31,8 +31,8 @@ PEAK = {"H200": 989.4e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12, "L4
 WRITTEN_PER_S = 10**9
 """Bytes of a checkpoint that a machine writes in a second to a disk that machines share: an assumption."""
 
-MEMINFO, LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-"""Where Linux says how much memory is available, and how much a container may take."""
+MEMINFO, CGROUP, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+"""Where Linux says how much memory is available, which control groups we are in, and what those may take."""
 
 RECURRENCES: Mapping[str, Callable[[Any], int]] = {
     recurrence.DELTA_RULE: lambda layer: 6 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim,
@@ -284,7 +284,7 @@ def itemised(
     return lines
 
 
-def doubts(
+def risks(
     config: Config, model: PreTrainedModel, *, world: World, capacity: int, precision: Precision
 ) -> Iterator[str]:
     """What may end this run without a word of its own, as far as it can be foreseen, a line each.
@@ -317,14 +317,31 @@ def doubts(
 
 
 def free_memory() -> int | None:
-    """Bytes available on this machine, at most what its container may hold in all; None where nobody says."""
+    """Bytes available on this machine, at most what we may hold in all; None where nobody says."""
     try:
         free = 1024 * int(MEMINFO.read_text().partition("MemAvailable:")[2].split()[0])
     except (OSError, IndexError):  # no Linux, or one of before 2014
         return None
-    with suppress(OSError, ValueError):  # of the whole machine, or "max"
-        free = min(free, int(LIMIT.read_text()))
-    return free
+    return min([free, *_limits()])
+
+
+def _limits() -> Iterator[int]:
+    """Bytes that the control groups around this process may hold: a container's, a Slurm job's.
+
+    Source: cgroups(7); a line is "0::/PATH" for version 2, "NUMBER:memory:/PATH" for version 1.
+    """
+    with suppress(OSError):  # a system without groups
+        for line in CGROUP.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if not kinds:
+                group, name = CGROUPS / path.lstrip("/"), "memory.max"
+            elif "memory" in kinds.split(","):
+                group, name = CGROUPS / "memory" / path.lstrip("/"), "memory.limit_in_bytes"
+            else:
+                continue
+            for outer in (group, *group.parents):  # within a container the path may be the host's, not here
+                with suppress(OSError, ValueError):  # of the whole machine, or "max"
+                    yield int((outer / name).read_text())
 
 
 def _size(count: int) -> str:

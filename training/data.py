@@ -16,14 +16,12 @@ from training.packed import (
     PackedBuffer,
     PackedDataLoader,
     collate,
+    misfits,
     open_shards,
 )
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-PADDED_VOCABULARY = 2048
-"""Models round their vocabulary up, by at most this in the field (gpt-oss: 1,069; Qwen3: 267)."""
 
 _BUFFERS = "buffers"  # a batch's own buffers, on their way through the loader
 
@@ -163,28 +161,12 @@ class TrainingData:
     def check_model(self, config: PretrainedConfig) -> None:
         """Refuses a model that these shards were not made for.
 
-        A tokenizer may have more words than its model, as long as no id is beyond: Gemma 3's smallest model
-        has no row for the image token, the last of 262,145.
-
         Raises:
             OptionError: another vocabulary, or more tokens in a buffer than the model has positions.
         """
-        words, known = config.vocab_size, self.shards.vocabulary
-        made = [] if known is None else [f"was packed with a tokenizer of {known} words"]
-        beyond = words < self.vocabulary and words <= self.shards.largest_id
-        if beyond:
-            made.append(f"holds ids up to {self.shards.largest_id}")
-        if beyond or (known and words > known + PADDED_VOCABULARY):
-            raise OptionError(
-                f"{self.shards.path} {' and '.join(made)}, the model has {words} words: pack with the "
-                "model's own tokenizer"
-            )
         positions = getattr(config, "max_position_embeddings", None)
-        if positions is not None and self.capacity > positions:
-            raise OptionError(
-                f"{self.shards.path} has a capacity of {self.capacity} tokens, the model takes {positions} "
-                f"positions: pack with --capacity {positions} or less"
-            )
+        for problem in misfits(self.shards, vocabulary=config.vocab_size, positions=positions):
+            raise OptionError(problem)
 
     def steps(self, *, accumulation: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step, epoch after epoch without end, from where the state is.

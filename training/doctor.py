@@ -42,7 +42,7 @@ from training.kernels.families import (
 )
 from training.kernels.handshake import handshake
 from training.kernels.packages import PACKAGES, Package, failures, machine, probe
-from training.model import TINY, saved_config
+from training.model import TINY, is_built_in, saved_config
 
 State = Literal["ok", "fail", "refused", "not applicable"]
 
@@ -137,7 +137,9 @@ def run_doctor(
     packages = [probe(name) for name in PACKAGES]
     patient = _Patient(place, kernels, heard, may_refuse=target is None)
     patient.check_packages(packages)
-    threads = _threads(1 if target is None or _is_built_in(target) else torch.get_num_threads())
+    threads = _threads(
+        1 if target is None or is_built_in(target, among=BUILT_IN) else torch.get_num_threads()
+    )
     with threads, compilation.in_parallel():
         for subject, config, architecture in _subjects(
             patient, target, FAMILIES if families is None else families
@@ -179,7 +181,7 @@ def _subjects(
     patient: _Patient, target: str | None, families: Sequence[Family]
 ) -> Iterator[tuple[str, Any, str]]:
     if target is not None:
-        families = [family for family in FAMILIES if family.name == target and _is_built_in(target)]
+        families = [family for family in FAMILIES if is_built_in(target, among={family.name})]
     for family in families:
         yield family.name, tiny_config(family, real_heads=patient.place == "cuda"), family.architecture
     if target is not None and not families:
@@ -189,13 +191,8 @@ def _subjects(
             yield target, few_layers(config), architecture
 
 
-def _is_built_in(target: str) -> bool:
-    """Whether one of our names is meant: a file or folder of that name comes first."""
-    return target in BUILT_IN and not os.path.exists(target)
-
-
 def _config(target: str) -> Any:
-    if target in TINY and _is_built_in(target):
+    if is_built_in(target):
         return transformers.AutoConfig.for_model(**TINY[target])
     try:
         return saved_config(target)

@@ -6,7 +6,7 @@ import fnmatch
 import itertools
 import re
 import zlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,11 @@ def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
             quantized model.
     """
     place = model.weights or model.config
-    if place in TINY:
+    if is_built_in(model.config):
         return AutoConfig.for_model(**TINY[place], vocab_size=vocabulary)
     if not Path(place).exists():  # transformers would ask the Hub
-        raise InputError(f"{place}: no such file or directory; built in are {', '.join(TINY)}")
+        hint = "" if model.weights else f"; built in are {', '.join(TINY)}"
+        raise InputError(f"{place}: no such file or directory{hint}")
     config = saved_config(place)
     text: PretrainedConfig = config.get_text_config()
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -83,6 +84,11 @@ def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
             "its own: make config.json say the same in both places, as the weights are"
         )
     return text
+
+
+def is_built_in(name: str, *, among: Container[str] = TINY) -> bool:
+    """Whether a name means a model that needs no files: a file or folder of that name comes first."""
+    return name in among and not Path(name).exists()
 
 
 def saved_config(place: str) -> PretrainedConfig:
@@ -235,8 +241,21 @@ def _equal(places: Mapping[str, Path], one: str, other: str) -> bool:
         )
 
 
-def load_weights(model: PreTrainedModel, directory: str) -> None:
+def load_weights(model: PreTrainedModel, directory: str, *, stored: Mapping[str, str]) -> None:
     """Reads safetensors straight into the shards: each rank reads its own slices alone.
+
+    Args:
+        model: Sharded.
+        directory: Of the safetensors.
+        stored: From `match_weights`.
+    """
+    state = model.state_dict()
+    wanted = {key: state[name] for name, key in stored.items()}
+    load_tensors(wanted, storage_reader=HuggingFaceStorageReader(directory))
+
+
+def match_weights(model: PreTrainedModel, directory: str) -> dict[str, str]:
+    """The name under which each of the model's tensors is stored: from headers, so the model may be on meta.
 
     Raises:
         InputError: no safetensors, damaged ones, a name in two of them, tied parameters that differ, a
@@ -269,7 +288,8 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
     first = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     tied = {name: own_name(first[parameter]) for name, parameter in every if first[parameter] != name}
-    wanted, missing = {}, []
+    wanted: dict[str, str] = {}
+    missing = []
     for full_name, tensor in model.state_dict().items():
         if is_adapter(full_name):
             continue
@@ -294,7 +314,7 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
                 )
             if tensor.is_floating_point() and types[found] not in _PLAIN:
                 raise InputError(f"{directory}: {found} is stored as {types[found]}: {_QUANTIZED}")
-            wanted[found] = tensor
+            wanted[full_name] = found
         elif full_name not in tied:
             missing.append(name)
     if missing:
@@ -302,8 +322,9 @@ def load_weights(model: PreTrainedModel, directory: str) -> None:
             f"{directory}: {len(missing)} of {len(wanted) + len(missing)} parameters of "
             f"{type(model).__name__} are not in the safetensors, among them {missing[0]}"
         )
-    _check_all_taken(types.keys() - wanted.keys(), taken=wanted.keys(), model=model, directory=directory)
-    load_tensors(wanted, storage_reader=reader)
+    taken = set(wanted.values())
+    _check_all_taken(types.keys() - taken, taken=taken, model=model, directory=directory)
+    return wanted
 
 
 def _check_all_taken(left: Set[str], *, taken: Set[str], model: PreTrainedModel, directory: str) -> None:

@@ -6,6 +6,7 @@ from packing.example import IGNORE_INDEX
 from packing.hub import local_only
 from packing.loader import LoadedBuffer, PackedDataLoader, collate
 from packing.shards import open_shards
+from packing.trainers import misfits
 
 __all__ = [
     "IGNORE_INDEX",
@@ -15,5 +16,6 @@ __all__ = [
     "boundaries",
     "collate",
     "local_only",
+    "misfits",
     "open_shards",
 ]

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from training import checkpoint, kernels
 from training.config import Config, Precision, check_schedule, to_toml
-from training.cost import doubts, itemised, most, peak_flops, recomputed, work
+from training.cost import itemised, most, peak_flops, recomputed, risks, work
 from training.data import MicroBatch, TrainingData
 from training.errors import NonFinite, Signalled, writing
 from training.faults import (
@@ -41,7 +41,17 @@ from training.loggers import check_loggers, open_loggers
 from training.lora import add_adapters
 from training.loss import SupervisedLoss, choose_loss
 from training.metrics import Metrics
-from training.model import blocks, ends, freeze, load_weights, materialise, read_config, skeleton, whole
+from training.model import (
+    blocks,
+    ends,
+    freeze,
+    load_weights,
+    match_weights,
+    materialise,
+    read_config,
+    skeleton,
+    whole,
+)
 from training.optim import clip, gradient_norm, learning_rate, make_optimizer, set_learning_rate
 from training.parallel import Stopwatch, World, join, on_device, reduce_whole, shard
 from training.profile import StepProfiler
@@ -104,27 +114,30 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         # The model: shapes first, kernels bound, then values and shards block by block.
         numbers = precision(config, world)
         root = build(config, model_config, device=world.device, precision=numbers)
+        stored = {}
+        if config.model.weights and (config.lora.rank or not saved):  # a checkpoint may hold adapters alone
+            stored = match_weights(root.model, config.model.weights)
         summary = (
             f"{type(root.model).__name__}, {root.model.num_parameters():,} parameters, "
             f"{numbers}, loss {root.kind}, {world.size} ranks on {world.device.type}, "
             f"step {done} to {last} of {steps}, {len(data.shards):,} buffers of {data.capacity:,} tokens"
         )
         operations = work(root.model)
-        doubtful = list(doubts(config, root.model, world=world, capacity=data.capacity, precision=numbers))
+        warnings = list(risks(config, root.model, world=world, capacity=data.capacity, precision=numbers))
         if dry_run:
             if world.chief:
                 bill = itemised(config, root.model, world=world, capacity=data.capacity, precision=numbers)
                 flops = most(operations, capacity=data.capacity)
                 feeds = f"{len(data.shards):,} buffers: at most {len(data.shards):,} ranks"
-                print("\n".join([to_toml(config), summary, feeds, *bill, flops, *doubtful]))
+                print("\n".join([to_toml(config), summary, feeds, *bill, flops, *warnings]))
             return
         if world.chief:
-            for line in doubtful:
+            for line in warnings:
                 print(f"training: {line}", file=sys.stderr, flush=True)
         spread(root, config, world, precision=numbers)
         optimizer = make_optimizer(root, optim=config.optim)
-        if config.model.weights and (config.lora.rank or not saved):  # a checkpoint may hold adapters alone
-            load_weights(root.model, config.model.weights)
+        if stored:
+            load_weights(root.model, config.model.weights, stored=stored)
         if saved:
             check_digests(saved, rank=world.rank, world_size=world.size)
             checkpoint.load(saved, model=root.model, optimizer=optimizer)

@@ -8,7 +8,7 @@ accounting.py  what became of every row and token
 store.py       where tokens wait until the plan is made
 """
 
-from packing.pipeline.options import PackOptions
+from packing.pipeline.options import PackOptions, check_workers
 from packing.pipeline.pack import (
     EVAL,
     OnProgress,
@@ -31,6 +31,7 @@ __all__ = [
     "Preview",
     "Progress",
     "WorkerDied",
+    "check_workers",
     "first_rows",
     "pack_dataset",
     "preview",

@@ -51,3 +51,13 @@ class PackOptions:
             )
         if not 0 <= self.max_rejects <= 1:
             raise OptionError(f"a fraction of {self.max_rejects} for rejects can't be: choose 0 to 1")
+
+
+def check_workers(workers: int) -> None:
+    """Checks a number of processes.
+
+    Raises:
+        OptionError: fewer than one.
+    """
+    if workers < 1:
+        raise OptionError(f"{workers} workers can't be: choose 1 or more")

@@ -24,7 +24,7 @@ from packing.example import Conversation, Example
 from packing.formats import FormatOptions
 from packing.pipeline.accounting import Accounting
 from packing.pipeline.clock import Clock
-from packing.pipeline.options import PackOptions
+from packing.pipeline.options import PackOptions, check_workers
 from packing.pipeline.pool import few_collections, map_in_order
 from packing.pipeline.rows import KeptRows, Reject, RowEncoder, conversation_of
 from packing.pipeline.store import EXAMPLE, ExampleStore, StoredPart, from_stored
@@ -99,15 +99,18 @@ class Preview:
 
     Attributes:
         rows: How many were read of each input, at most.
-        main: Planned and not written; there is no eval part in a preview.
+        main: Planned and not written.
+        eval: What would be held out, if that was asked for.
         rejects: The rejected rows, as they would stand in rejects.jsonl.
-        refusal: Why there are too many rejects among these rows to pack them, or no rows; "" if it would not.
+        refusal: Why these rows would not be packed: too many rejects, no rows, or, where the inputs have no
+            others, one of two parts without any; "" if they would.
         example: The first example that would be packed, or None.
     """
 
     rows: int
     capacity: int
     main: PartReport
+    eval: PartReport | None
     accounting: Mapping[str, Any]
     rejects: Sequence[Mapping[str, Any]]
     refusal: str
@@ -165,8 +168,7 @@ def pack_dataset(
         TooManyRejects: more than the options' `max_rejects`.
         OutputError: `out` exists, or can't be written.
     """
-    if workers < 1:
-        raise OptionError(f"{workers} workers can't be: choose 1 or more")
+    check_workers(workers)
     job = _Job(
         inputs=_names(inputs),
         tokenizer=_loaded(tokenizer),
@@ -293,7 +295,7 @@ def preview(
 ) -> Preview:
     """What `pack_dataset` would do with the first rows of each input.
 
-    Nothing is written or held out, and no number of rejects stops it: `refusal` says what would.
+    Nothing is written, and no number of rejects stops it: `refusal` says what would.
 
     Args:
         rows: How many of each input.
@@ -302,7 +304,7 @@ def preview(
     Raises:
         OptionError, InputError, TemplateError: As `pack_dataset`.
     """
-    options = replace(options or PackOptions(), eval_fraction=0.0)
+    options = options or PackOptions()
     if rows < 1:
         raise OptionError(f"a preview of {rows} rows can't be: choose at least 1")
     opened = open_sources(_names(inputs), options=sources or SourceOptions())
@@ -314,8 +316,8 @@ def preview(
     )
     accounting = Accounting()
     rejects: list[Mapping[str, Any]] = []
-    examples = [np.empty(0, EXAMPLE)]
-    first = None
+    tables = [np.empty(0, EXAMPLE)]
+    first, whole = None, True
     for source in opened:
         read = 0
         for raw in source.chunks(rows=rows):
@@ -325,20 +327,29 @@ def preview(
             if first is None and chunk.examples.size:
                 ids, labels = from_stored(chunk.tokens[: chunk.examples["length"][0]])
                 first = Example(input_ids=ids, labels=labels, turn=int(chunk.examples["turn"][0]))
-            examples.append(chunk.examples)
+            tables.append(chunk.examples)
             read += chunk.rows
             if read >= rows:
+                whole = False  # there may be more, which would be held out
                 break
-    table = np.concatenate(examples)
-    plan = _planned(table["length"], options=options)
     refusal = ""
     try:
         _check_rows(accounting, max_rejects=options.max_rejects, inputs=encode.inputs)
-    except InputError as error:
+        if options.eval_fraction and whole:
+            _check_parts(accounting, eval_fraction=options.eval_fraction)
+    except (InputError, OptionError) as error:
         refusal = str(error)
+
+    def part(*, held_out: bool) -> PartReport:
+        examples = np.concatenate(tables)
+        examples = examples[examples["held_out"] == held_out]
+        plan = _planned(examples["length"], options=options)
+        return _part_report(examples, buffers=len(plan), capacity=options.capacity)
+
     return Preview(
         rows=rows,
-        main=_part_report(table, buffers=len(plan), capacity=options.capacity),
+        main=part(held_out=False),
+        eval=part(held_out=True) if options.eval_fraction else None,
         capacity=options.capacity,
         accounting=accounting.as_json(),
         rejects=rejects,

@@ -10,13 +10,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from packing.errors import PadfreeError
+from packing.errors import OptionError, PadfreeError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -51,25 +51,26 @@ def map_in_order(
         workers: Number of processes, at least 1.
 
     Raises:
-        WorkerDied: killed from outside, most often for lack of memory.
+        WorkerDied: ended from outside; says by which signal.
+        OptionError: the system does not start so many processes.
     """
     if workers == 1:
         yield from map(function, items)
         return
     with _one_thread_in_tokenizers(), _pool(function, workers=workers) as pool:
         pending: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                pending.append(pool.submit(_call, item))
-                if len(pending) > CHUNKS_AHEAD * workers:
-                    yield pending.popleft().result()
-            while pending:
+        for item in items:
+            try:
+                pending.append(pool.submit(_call, item))  # the first starts the workers
+            except OSError as error:
+                raise OptionError(
+                    f"the system does not start {workers} worker processes ({error.strerror}): try fewer "
+                    "--workers"
+                ) from error
+            if len(pending) > CHUNKS_AHEAD * workers:
                 yield pending.popleft().result()
-        except BrokenProcessPool:
-            raise WorkerDied(
-                f"one of the {workers} worker processes died, most often for lack of memory; "
-                "nothing was written: try fewer --workers"
-            ) from None
+        while pending:
+            yield pending.popleft().result()
 
 
 @contextmanager
@@ -80,10 +81,24 @@ def _pool(function: Callable[[Any], Any], *, workers: int) -> Iterator[ProcessPo
         initializer=_start_worker,
         initargs=(function, os.getpid()),
     )
+    processes = pool._processes  # kept here, since shutdown lets go of them
     try:
         yield pool
+    except BrokenProcessPool:
+        pool.shutdown()  # waits for their exit codes
+        raise WorkerDied(_death([process.exitcode for process in processes.values()])) from None
     finally:
         pool.shutdown(cancel_futures=True)
+        for process in processes.values():
+            process.terminate()  # where the system started only some of them, nobody else ends those
+
+
+def _death(codes: Sequence[int | None]) -> str:
+    """What ended one of the workers; the pool itself ends the others with SIGTERM."""
+    code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
+    cause = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"status {code}"
+    hint = ", most often for lack of memory: try fewer --workers" if code == -signal.SIGKILL else ""
+    return f"nothing was written: one of the {len(codes)} worker processes ended with {cause}{hint}"
 
 
 @contextmanager

@@ -264,7 +264,7 @@ def test_an_id_that_the_model_has_no_word_for_is_refused_by_name(
         trainer.model.resize_token_embeddings(1000)  # more than any id
         check_trainer(trainer)
         trainer.model.resize_token_embeddings(largest)
-        words = rf"{name}_dataset holds token id {largest}, .* {largest} rows, for ids up to {largest - 1}: "
+        words = rf"holds ids up to {largest}, the model has {largest} words: .*resize_token_embeddings"
         with pytest.raises(OptionError, match=words):
             check_trainer(trainer)
 
@@ -279,6 +279,23 @@ def test_a_manifest_s_vocabulary_spares_reading_the_rows(
     trainer.model.resize_token_embeddings(words)
     monkeypatch.setattr(PackedDataset, "__getitem__", lambda *_: pytest.fail("reads a buffer"))
     check_trainer(trainer)
+
+
+def test_a_model_that_the_shards_were_not_made_for_is_refused_by_name(
+    tmp_path: Any, make_trainer: Callable[..., transformers.Trainer]
+) -> None:
+    """As in training: many more words than the tokenizer's are another vocabulary; positions have to do."""
+    pack_dataset(CHATS, tokenizer=TOKENIZER, out=tmp_path / "shards", options=PackOptions(capacity=1024))
+    trainer = make_trainer(train_dataset=PackedDataset(tmp_path / "shards"))
+    shards = trainer.train_dataset.shards
+    trainer.model.resize_token_embeddings(shards.vocabulary + 2048)  # as models that round up
+    check_trainer(trainer)
+    trainer.model.config.max_position_embeddings = shards.capacity - 1
+    with pytest.raises(OptionError, match=f"takes {shards.capacity - 1} positions: pack with --capacity"):
+        check_trainer(trainer)
+    trainer.model.resize_token_embeddings(shards.vocabulary + 2049)
+    with pytest.raises(OptionError, match=f"of {shards.vocabulary} words, the model has .* own tokenizer"):
+        check_trainer(trainer)
 
 
 def test_an_id_below_zero_is_refused_by_name(make_trainer: Callable[..., transformers.Trainer]) -> None:

@@ -503,7 +503,7 @@ def test_too_many_bad_rows_name_a_command_that_shows_them(padfree, tmp_path, ver
 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_dry_run_refuses_what_the_run_would(padfree, tmp_path, force):
-    """An output that may not be replaced, too many rejects, all of them, no rows: pack's line and exit."""
+    """What stops pack, an output that may not be replaced or rows: its line and exit."""
     (tmp_path / "there").mkdir()
     files = {"some": f"{GOOD}\n{{\n", "all": "{\n", "none": "\n", "good": f"{GOOD}\n"}
     for name, rows in files.items():
@@ -514,6 +514,15 @@ def test_a_dry_run_refuses_what_the_run_would(padfree, tmp_path, force):
         assert status == 2
         found, _, said = padfree(*words, "--dry-run", 5)
         assert (found, said.strip()) == (status, err.partition("; see more with: ")[0].strip()), name
+    (tmp_path / "three").write_text("".join(GOOD.replace('"q"', f'"{n}"') + "\n" for n in range(3)))
+    for options in (("--eval-fraction", 1e-9), ("--eval-fraction", 1 - 1e-9), ("--workers", 0)):
+        words = pack_words(tmp_path / "three", tmp_path / "new", *options)
+        status, _, err = padfree(*words)
+        assert status == 2
+        found, _, said = padfree(*words, "--dry-run", 5)
+        assert (found, said) == (status, err), options
+        if "--workers" not in options:  # of the first three rows none may be held out, and of others some
+            assert padfree(*words, "--dry-run", 3)[0] == 0
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "manifest.json").write_text("{}")
     words = pack_words(tmp_path / "good", tmp_path / "out", "--dry-run", 5)

@@ -628,13 +628,16 @@ def test_the_eval_part_accounts_for_itself(tmp_path, tokenizer):
 # Previews
 
 
-def test_a_preview_counts_what_packing_counts(tmp_path, tokenizer, many):
-    """With all rows in it, a preview has the accounting of the run, and writes nothing."""
-    found = preview(many, tokenizer=tokenizer, rows=10_000, options=PackOptions(capacity=600))
+@pytest.mark.parametrize("fraction", [0.0, 0.3])
+def test_a_preview_counts_what_packing_counts(tmp_path, tokenizer, many, fraction):
+    """With all rows in it, a preview has the accounting of the run and its two parts, and writes nothing."""
+    options = PackOptions(capacity=600, eval_fraction=fraction)
+    found = preview(many, tokenizer=tokenizer, rows=10_000, options=options)
     assert nothing_but(tmp_path)
-    report = pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", options=PackOptions(capacity=600))
+    report = pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", options=options)
     assert dict(found.accounting) == report.accounting
-    assert found.main == report.main
+    assert (found.main, found.eval) == (report.main, report.eval)
+    assert (found.eval is not None) == bool(fraction)
     shards = open_shards(tmp_path / "out")
     assert list(found.rejects) == shards.rejects()
     assert found.example == shards.example(0)

@@ -1,12 +1,15 @@
 """Worker processes: results in order, no reading ahead, and a clear end when one of them dies."""
 
+import errno
+import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 
-from packing.errors import InputError
+from packing.errors import InputError, OptionError
 from packing.pipeline.pool import WorkerDied, map_in_order
 
 
@@ -20,9 +23,15 @@ def process_id(_):
     return os.getpid()
 
 
-def die_at_seven(n):
+def die_at_seven(number, n):
     if n == 7:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
+    return n
+
+
+def leave_at_seven(n):
+    if n == 7:
+        os._exit(3)
     return n
 
 
@@ -65,10 +74,48 @@ def test_items_are_read_no_further_than_needed():
     results.close()
 
 
-def test_a_dead_worker_is_one_clear_error():
-    """A worker that is killed, as for lack of memory, ends the run with one error that says so."""
-    with pytest.raises(WorkerDied, match="2 worker processes died"):
-        list(map_in_order(die_at_seven, range(50), workers=2))
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            partial(die_at_seven, signal.SIGKILL),
+            "signal 9 (Killed), most often for lack of memory: try fewer",
+        ),
+        (partial(die_at_seven, signal.SIGTERM), "signal 15 (Terminated)"),
+        (leave_at_seven, "status 3"),
+    ],
+    ids=["SIGKILL", "SIGTERM", "exit"],
+)
+def test_a_dead_worker_is_one_clear_error(how, said):
+    """A worker's end ends the run with one error that says what ended it: only SIGKILL speaks of memory."""
+    with pytest.raises(WorkerDied) as found:
+        list(map_in_order(how, range(50), workers=3))
+    assert f"one of the 3 worker processes ended with {said}" in str(found.value)
+    assert ("memory" in str(found.value)) == ("memory" in said)
+
+
+def test_too_many_workers_for_the_system_are_refused(monkeypatch):
+    """Where the system starts two of four workers, one line says so, and neither of the two is left.
+
+    They would wait for work for ever, and the interpreter, at its end, for them.
+    """
+    fork, started = os.fork, []
+
+    def fork_twice():
+        if len(started) == 2:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        process = fork()
+        started.append(process)
+        return process
+
+    monkeypatch.setattr(os, "fork", fork_twice)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(OptionError, match=r"4 worker processes \(.*unavailable\): try fewer --workers"):
+        list(map_in_order(double_late, range(9), workers=4))
+    assert len(started) == 2
+    for process in set(multiprocessing.active_children()) - before:
+        process.join(10)
+        assert process.exitcode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -21,7 +21,7 @@ from training import export
 from training.checkpoint import FOLDER, Saver
 from training.config import Checkpoint, Config, Data, Model, Parallel
 from training.launch import leave
-from training.model import load_weights, read_config
+from training.model import load_weights, match_weights, read_config
 from training.parallel import World, join
 from training.train import build, spread
 
@@ -44,7 +44,7 @@ def sharded(model: Model, world: World, *, run: Path | None = None) -> dict[str,
     root = build(config, model_config, device=world.device, precision="fp32")
     spread(root, config, world, precision="fp32")
     if model.weights:
-        load_weights(root.model, model.weights)
+        load_weights(root.model, model.weights, stored=match_weights(root.model, model.weights))
     peak = resident("VmHWM") - before
     if run:
         saver = Saver(run / FOLDER, options=Checkpoint(), world=world)

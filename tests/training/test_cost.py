@@ -13,7 +13,7 @@ from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3Config, Qwen3MoeCo
 
 from training import cost
 from training.config import Checkpoint, Config, Data, Lora, Model, Optim, Parallel
-from training.cost import Work, doubts, flops, itemised, most, price, price_on_host, recomputed, work
+from training.cost import Work, flops, itemised, most, price, price_on_host, recomputed, risks, work
 from training.errors import OptionError
 from training.kernels.binding import find_attentions
 from training.kernels.families import FAMILIES, Family, tiny_config
@@ -246,16 +246,14 @@ def test_too_little_memory_is_foreseen(monkeypatch: pytest.MonkeyPatch, tmp_path
     on_host = 2 * sum(price_on_host(config, model, **arguments).values())
     needed = on_host + 2 * sum(price(config, model, **arguments).values())
     monkeypatch.setattr(cost, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(cost, "LIMIT", tmp_path / "limit")
+    monkeypatch.setattr(cost, "CGROUP", tmp_path / "none")
 
-    def found(free: int | None, device: str, limit: str | None = None) -> list[str]:
+    def found(free: int | None, device: str) -> list[str]:
         """With so many KiB free."""
         if free is not None:
             cost.MEMINFO.write_text(f"MemTotal: 99 kB\nMemAvailable:   {free} kB\nBuffers: 1 kB\n")
-        if limit is not None:
-            cost.LIMIT.write_text(limit)
         world: Any = SimpleNamespace(size=4, local_size=2, device=torch.device(device))
-        return list(doubts(config, model, world=world, capacity=8192, precision="fp32"))
+        return list(risks(config, model, world=world, capacity=8192, precision="fp32"))
 
     assert found(None, "cpu") == []
     assert found(needed // 1024 + 1, "cpu") == []
@@ -267,10 +265,35 @@ def test_too_little_memory_is_foreseen(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert found(on_host // 1024 + 1, "cuda") == []
     (line,) = found(on_host // 1024 - 1, "cuda")
     assert "most for copy of what a checkpoint holds" in line
-    assert found(2**30, "cpu", "max\n") == []
-    (line,) = found(2**30, "cpu", f"{needed - 1}\n")  # a container's limit
     cost.MEMINFO.write_text("MemTotal: 99 kB\n")  # says nothing of what is available
     assert found(None, "cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "name"),
+    [
+        ("0::/", "", "memory.max"),  # in a container with a name space of its own
+        ("0::/kubepods/pod1", "", "memory.max"),  # and in one without
+        ("0::/slurm/job_7/step_0", "slurm/job_7", "memory.max"),
+        ("9:cpu:/\n4:hugetlb,memory:/slurm/job_7\n0::/", "memory/slurm/job_7", "memory.limit_in_bytes"),
+        ("4:memory:/docker/5\n0::/", "memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_a_control_group_s_limit_counts(
+    line: str, folder: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tightest limit of this process's groups and those around them, of either version of Linux's."""
+    for what in ("MEMINFO", "CGROUP", "CGROUPS"):
+        monkeypatch.setattr(cost, what, tmp_path / what)
+    cost.MEMINFO.write_text("MemAvailable: 2000 kB\n")
+    assert cost.free_memory() == 2000 * 1024
+    cost.CGROUP.write_text(f"{line}\n")
+    group = cost.CGROUPS / folder
+    group.mkdir(parents=True)
+    assert cost.free_memory() == 2000 * 1024
+    for limit, free in (("max\n", 2000 * 1024), (f"{2**63 - 4096}\n", 2000 * 1024), ("12345\n", 12345)):
+        (group / name).write_text(limit)
+        assert cost.free_memory() == free
 
 
 def test_a_checkpoint_that_torchrun_would_cut_off_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +311,7 @@ def test_a_checkpoint_that_torchrun_would_cut_off_is_foreseen(monkeypatch: pytes
             patch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
             for name, value in variables.items():
                 patch.setenv(name, value)
-            return list(doubts(config, model, world=world, capacity=64, precision="fp32"))
+            return list(risks(config, model, world=world, capacity=64, precision="fp32"))
 
     under = {"TORCHELASTIC_ERROR_FILE": "logs/run_x/attempt_0/0/error.json"}
     assert found("2.11.0+cu130") == []

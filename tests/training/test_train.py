@@ -347,8 +347,12 @@ def test_more_ranks_than_buffers_are_refused(shards: Path) -> None:
 def test_bad_model_is_refused(
     words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing or unknown configuration, weights that are missing or another model's: one line."""
+    """A missing or unknown configuration, weights that are missing or another model's: one line.
+
+    A dry run says it too: headers tell, before any memory is taken.
+    """
     refused(words("model.config=tiny-qwen4"), capsys, "tiny-qwen4", "built in are tiny-qwen3_5")
+    refused(words("model.config=", "model.weights=tiny-qwen3_5"), capsys, "tiny-qwen3_5: no such file")
     (tmp_path / "other.json").write_text('{"model_type": "no-such-model"}')
     refused(words(f"model.config={tmp_path / 'other.json'}"), capsys, "other.json", "no-such-model")
     (tmp_path / "list.json").write_text("[]")
@@ -365,18 +369,33 @@ def test_bad_model_is_refused(
     empty.mkdir()
     (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
     here = ("model.config=", f"model.weights={empty}")
-    refused(words(*here), capsys, "no *.safetensors")
+    for dry in ([], ["--dry-run"]):
+        refused([*words(*here), *dry], capsys, "no *.safetensors")
     Qwen3ForCausalLM(tiny_qwen3(num_hidden_layers=1)).save_pretrained(empty)
     (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
     refused(words(*here), capsys, "not in the safetensors", "model.layers.1.")
     Qwen3ForCausalLM(tiny_qwen3(intermediate_size=48)).save_pretrained(empty)
     (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
-    refused(words(*here), capsys, "is of [48, 32] in the safetensors, of [64, 32] by config.json")
+    for dry in ([], ["--dry-run"]):
+        refused(
+            [*words(*here), *dry], capsys, "is of [48, 32] in the safetensors, of [64, 32] by config.json"
+        )
     file = empty / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     refused(words(*here), capsys, "model.safetensors", "damaged or cut off")
     refused(words("parallel.device=cuda"), capsys, "no GPU", "parallel.device=cpu")
     refused(words("model.loss=liger"), capsys, "model.loss=plain")
+
+
+def test_a_folder_comes_before_a_built_in_model_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As doctor does, a run takes the user's own configuration, of weights and without."""
+    monkeypatch.chdir(tmp_path)
+    assert read_config(Model(config="tiny-qwen3_5"), vocabulary=7).model_type == "qwen3_5_text"
+    tiny_qwen3().save_pretrained("tiny-qwen3_5")
+    for model in (Model(config="tiny-qwen3_5"), Model(weights="tiny-qwen3_5")):
+        assert read_config(model, vocabulary=7).model_type == "qwen3"
 
 
 def test_weights_of_two_models_are_refused(
