@@ -135,7 +135,7 @@ def commit() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores and memory; and the GPUs, if torch is loaded and sees any."""
+    """Processor, cores and memory; and the GPUs, those of the processes that were started too."""
     model = next(
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
@@ -148,6 +148,11 @@ def hardware() -> dict[str, Any]:
     if torch is not None and torch.cuda.is_available():
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         found["cuda"] = torch.version.cuda
+    elif shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        found["gpus"] = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
     return found
 
 

@@ -1,6 +1,7 @@
 """A run is killed amid its steps and goes on, on as many ranks or on fewer: the losses of one never stopped.
 
-    python benchmarks/resume.py --lengths ../shared/data/ultrachat_like_lengths.npy      # two H200s, 4.1 B
+    python benchmarks/resume.py --ranks 1 --lengths ../shared/data/ultrachat_like_lengths.npy \
+        --set model.precision=bf16                                                        # one H200, 4.1 B
     python benchmarks/resume.py --ranks 8 --resume-ranks 4 --layers 64 --steps 200 --every 50 \
         --kill-after 120 --kill one --eval-every 50 --apart --set model.precision=mixed   # eight, 26.9 B
     python benchmarks/resume.py --model-config benchmarks/configs/ladder-tiny.json --capacity 256 \
@@ -30,26 +31,26 @@ from typing import Any
 from ladder.data import read_lengths, write_shards
 from record import save
 
-from training.config import Model
+from training.config import load
+from training.cost import checkpoint_part, free_memory
 from training.model import read_config, skeleton
 
 CONFIGS = Path(__file__).with_name("configs")
-SAVED_BYTES = {"bf16": 6, "mixed": 12, "fp32": 12}
-"""Of a parameter in a checkpoint, by precision: the weight and AdamW's two states."""
 
 
 def main() -> int:
     """Runs all three; 0 if losses and tokens agree."""
     arguments = parser().parse_args()
-    split = arguments.ranks // arguments.resume_ranks
-    if split * arguments.resume_ranks != arguments.ranks or not split:
-        raise SystemExit(f"{arguments.ranks} ranks can't go on as {arguments.resume_ranks}: choose a divisor")
+    after_ranks = arguments.resume_ranks or arguments.ranks
+    split, rest = divmod(arguments.ranks, after_ranks)
+    if rest:
+        raise SystemExit(f"{arguments.ranks} ranks can't go on as {after_ranks}: choose a divisor")
     model = json.loads(arguments.model_config.read_text("utf-8")) | {"num_hidden_layers": arguments.layers}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "model.json").write_text(json.dumps(model))
         (place / "run.toml").write_text("")
-        size = bill(place, settings=arguments.set)
+        size = bill(place, settings=[f"model.config={place / 'model.json'}", *arguments.set])
         write_shards(
             place / "shards",
             read_lengths(arguments.lengths, most=arguments.capacity),
@@ -79,7 +80,7 @@ def main() -> int:
             "cut",
             arguments,
             "--resume",
-            ranks=arguments.resume_ranks,
+            ranks=after_ranks,
             more=[f"data.accumulation={split}"] if split > 1 else [],
         )
         resumed.wait()
@@ -97,7 +98,7 @@ def main() -> int:
             "same_tokens_each_step": whole.tokens() == resumed.tokens(),
             "layers": arguments.layers,
             "ranks": arguments.ranks,
-            "resumed_on": arguments.resume_ranks,
+            "resumed_on": after_ranks,
             "killed": arguments.kill,
             "set": arguments.set,
             "killed_after_step": killed,
@@ -128,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--lengths", help="a .npy file, a text file or a shard directory; else synthetic")
     found.add_argument("--capacity", type=int, default=8192)
     found.add_argument("--ranks", type=int, default=2)
-    found.add_argument("--resume-ranks", type=int, default=2, help="a divisor of --ranks")
+    found.add_argument("--resume-ranks", type=int, help="a divisor of --ranks; as many by default")
     found.add_argument("--steps", type=int, default=8)
     found.add_argument("--every", type=int, default=3, help="steps between two checkpoints")
     found.add_argument("--kill-after", type=int, default=4, metavar="STEP")
@@ -144,19 +145,18 @@ def parser() -> argparse.ArgumentParser:
 
 def bill(place: Path, *, settings: list[str]) -> int:
     """Bytes of a checkpoint; says so, and refuses what disk or memory can't hold before anything runs."""
-    count = skeleton(
-        read_config(Model(config=str(place / "model.json")), vocabulary=0), precision="fp32"
-    ).num_parameters()
-    chosen = [setting.partition("=")[2] for setting in settings if setting.startswith("model.precision=")]
-    size = count * SAVED_BYTES[chosen[-1] if chosen else "mixed"]
-    disk = shutil.disk_usage(place).free
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    config = load(place / "run.toml", overrides=[f"data.shards={place}", *settings])
+    kind = "fp32" if config.model.precision == "auto" else config.model.precision  # mixed takes as much
+    model = skeleton(read_config(config.model, vocabulary=0), precision=kind)
+    size = checkpoint_part(config, model, ranks=1, precision=kind)
+    disk, memory = shutil.disk_usage(place).free, free_memory()
     print(
-        f"{count:,} parameters; a checkpoint takes {size / 1e9:.1f} GB, two of {disk / 1e9:.0f} GB free disk "
-        f"while the second is written, and one of {memory / 1e9:.0f} GB memory",
+        f"{model.num_parameters():,} parameters; a checkpoint takes {size / 1e9:.1f} GB: twice that of "
+        f"{disk / 1e9:.0f} GB of disk while the next is written, and its copy in memory meanwhile, at most "
+        f"{(memory or 0) / 1e9:.0f} GB",
         flush=True,
     )
-    if 2 * size > disk or size > memory / 2:
+    if 2 * size > disk or (memory is not None and size > memory):
         raise SystemExit("too much for this machine: fewer --layers")
     return size
 

@@ -14,7 +14,7 @@ What a trainer may do to a packed batch, and what becomes of it (refused: by `ch
     cut batches apart (dispatch_batches)        refused
     repeat samples to even out the ranks        refused; `multiple_of` and `whole_steps` mend it
     take a model with too few words             refused: its embedding has no row for an id
-    take a model of another vocabulary          refused: the ids would mean other words
+    take a model of another vocabulary          refused of a PackedDataset: the ids would mean other words
     take a model with too few positions         refused
     take means over ranks of unequal tokens     refused
     gather the logits in an evaluation          refused
@@ -34,14 +34,10 @@ from packing.buffer import PackedBuffer
 from packing.errors import OptionError
 from packing.example import IGNORE_INDEX
 from packing.loader import PackedDataset, collate
+from packing.shards import misfits
 
 if TYPE_CHECKING:
     import datasets
-
-    from packing.shards import ShardSet
-
-PADDED_VOCABULARY = 2048
-"""Models round their vocabulary up, by at most this in the field (gpt-oss: 1,069; Qwen3: 267)."""
 
 
 def whole_steps(dataset: datasets.Dataset, *, multiple_of: int) -> datasets.Dataset:
@@ -128,38 +124,6 @@ def _problems(trainer: Any) -> Iterator[str]:
         yield from _model(trainer, name=name)
 
 
-def misfits(shards: ShardSet, *, vocabulary: int, positions: int | None) -> Iterator[str]:
-    """Why a model can't train on a shard set, a line each.
-
-    A tokenizer may have more words than its model, as long as no id is beyond: Gemma 3's smallest model
-    has no row for the image token, the last of 262,145.
-
-    Args:
-        shards: Their ids are read, about a second for 250 million, where the manifest does not do.
-        vocabulary: The model's words.
-        positions: The most that it takes; None where it does not say.
-    """
-    known = shards.vocabulary
-    made = "" if known is None else f" was packed with a tokenizer of {known} words"
-    if (known is None or vocabulary < known) and shards.largest_id >= vocabulary:
-        holder = f"{shards.path}{made} and" if made else str(shards.path)
-        yield _beyond(holder, largest=shards.largest_id, vocabulary=vocabulary)
-    if known is not None and vocabulary > known + PADDED_VOCABULARY:
-        yield f"{shards.path}{made}, the model has {vocabulary} words: pack with the model's own tokenizer"
-    if positions is not None and shards.capacity > positions:
-        yield (
-            f"{shards.path} has a capacity of {shards.capacity} tokens, the model takes {positions} "
-            f"positions: pack with --capacity {positions} or less"
-        )
-
-
-def _beyond(holder: str, *, largest: int, vocabulary: int) -> str:
-    return (
-        f"{holder} holds ids up to {largest}, the model has {vocabulary} words: pack with the model's own "
-        "tokenizer, or give the model more (resize_token_embeddings)"
-    )
-
-
 def _bound(model: Any) -> bool:
     """Whether the check of a binding is in the model, or in one that adapters were put around."""
     return any(
@@ -225,26 +189,38 @@ def _model(trainer: Any, *, name: str) -> Iterator[str]:
         if isinstance(part, PackedDataset):
             yield from misfits(part.shards, vocabulary=vocabulary, positions=positions)
             continue
-        least, largest = _extremes(part)
+        least, largest, longest = _extremes(part)
         if least < 0:
             yield f"{name}_dataset holds token id {least}, and no model has a word for that: pack it again"
         if largest >= vocabulary:
-            yield _beyond(f"{name}_dataset", largest=largest, vocabulary=vocabulary)
+            yield (
+                f"{name}_dataset holds ids up to {largest}, the model has {vocabulary} words: pack with the "
+                "model's own tokenizer, or give the model more (resize_token_embeddings)"
+            )
+        if positions is not None and longest > positions:
+            yield (
+                f"{name}_dataset has rows of {longest} tokens, the model takes {positions} positions: pack "
+                f"with --capacity {positions} or less"
+            )
 
 
-def _extremes(dataset: Any) -> tuple[int, int]:
-    """The least and the largest token id, found by reading all: about a second for 250 million tokens."""
+def _extremes(dataset: Any) -> tuple[int, int, int]:
+    """The least and the largest token id and the longest row, a second for 250 million tokens."""
     import pyarrow.compute as pc
 
+    found, longest = [], 0
     if hasattr(dataset, "column_names"):  # of datasets: by its own columns, not by Python's numbers
-        batches = dataset.with_format("arrow").iter(batch_size=1000)
-        pairs = (pc.min_max(pc.list_flatten(batch["input_ids"])).as_py().values() for batch in batches)
-        found = [number for pair in pairs for number in pair if number is not None]
+        for batch in dataset.with_format("arrow").iter(batch_size=1000):
+            column = batch["input_ids"]
+            found += [n for n in pc.min_max(pc.list_flatten(column)).as_py().values() if n is not None]
+            longest = max(longest, pc.max(pc.list_value_length(column)).as_py())
     else:
         rows = (dataset[number] for number in range(len(dataset)))
-        ids = (row.input_ids if isinstance(row, PackedBuffer) else row["input_ids"] for row in rows)
-        found = [int(extreme(each)) for each in ids if len(each) for extreme in (np.min, np.max)]
-    return min(found, default=0), max(found, default=-1)
+        for row in rows:
+            ids = row.input_ids if isinstance(row, PackedBuffer) else row["input_ids"]
+            longest = max(longest, len(ids))
+            found += [int(extreme(ids)) for extreme in (np.min, np.max) if len(ids)]
+    return min(found, default=0), max(found, default=-1), longest
 
 
 def _is_trl(trainer: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -249,13 +248,16 @@ def price_on_host(
         "weights, gradients and optimizer states": sum(sharded.values()) if config.parallel.offload else 0,
         "kept products, pinned": (kept * capacity * config.data.buffers * (4 if precision == "fp32" else 2)),
         "copy of what a checkpoint holds, while it is written": (
-            _saved(config, sharded) if config.checkpoint.background else 0
+            checkpoint_part(config, model, ranks=ranks, precision=precision)
+            if config.checkpoint.background
+            else 0
         ),
     }
 
 
-def _saved(config: Config, sharded: Mapping[str, int]) -> int:
+def checkpoint_part(config: Config, model: PreTrainedModel, *, ranks: int, precision: Precision) -> int:
     """Bytes of a rank's part of a checkpoint: with adapters theirs, and their gradients have their size."""
+    sharded = _sharded(config, model, ranks=ranks, precision=precision)
     return sharded["optimizer states"] + sharded["gradients" if config.lora.rank else "weights"]
 
 
@@ -276,10 +278,10 @@ def itemised(
         f"{_size(size)}  in the host's memory for each rank: {name}" for name, size in on_host.items() if size
     ]
     if total_on_host := sum(on_host.values()) * world.local_size:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = free_memory()
+        here = "" if free is None else f", at most {_size(free).strip()} are free"
         lines.append(
-            f"{_size(total_on_host)}  in the host's memory for its {world.local_size} ranks, estimated, "
-            f"the host has {_size(memory).strip()}"
+            f"{_size(total_on_host)}  in the host's memory for its {world.local_size} ranks, estimated{here}"
         )
     return lines
 
@@ -300,11 +302,11 @@ def risks(
     if free is not None and needed > free:
         yield (
             f"{_size(needed).strip()} of memory for this machine's {world.local_size} ranks, estimated, most "
-            f"for {max(items, key=lambda name: items[name])}, and {_size(free).strip()} are free: the system "
-            "may kill them without a word; --dry-run lists what takes memory, data.buffers=1, shards of a "
-            "smaller capacity or fewer ranks take less"
+            f"for {max(items, key=lambda name: items[name])}, and at most {_size(free).strip()} are free: "
+            "the system may kill them without a word; --dry-run lists what takes memory, data.buffers=1, "
+            "shards of a smaller capacity or fewer ranks take less"
         )
-    size = _saved(config, _sharded(config, model, ranks=ranks, precision=precision)) * world.local_size
+    size = world.local_size * checkpoint_part(config, model, ranks=ranks, precision=precision)
     patience = shutdown_s()
     if patience is not None and size > patience * WRITTEN_PER_S:
         yield (

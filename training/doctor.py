@@ -181,7 +181,8 @@ def _subjects(
     patient: _Patient, target: str | None, families: Sequence[Family]
 ) -> Iterator[tuple[str, Any, str]]:
     if target is not None:
-        families = [family for family in FAMILIES if is_built_in(target, among={family.name})]
+        here = is_built_in(target, among=BUILT_IN)
+        families = [family for family in FAMILIES if here and family.name == target]
     for family in families:
         yield family.name, tiny_config(family, real_heads=patient.place == "cuda"), family.architecture
     if target is not None and not families:

@@ -62,7 +62,7 @@ def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
     """
     place = model.weights or model.config
     if is_built_in(model.config):
-        return AutoConfig.for_model(**TINY[place], vocab_size=vocabulary)
+        return AutoConfig.for_model(**TINY[model.config], vocab_size=vocabulary)
     if not Path(place).exists():  # transformers would ask the Hub
         hint = "" if model.weights else f"; built in are {', '.join(TINY)}"
         raise InputError(f"{place}: no such file or directory{hint}")
@@ -256,6 +256,8 @@ def load_weights(model: PreTrainedModel, directory: str, *, stored: Mapping[str,
 
 def match_weights(model: PreTrainedModel, directory: str) -> dict[str, str]:
     """The name under which each of the model's tensors is stored: from headers, so the model may be on meta.
+
+    What is tied and stored twice is compared, so read whole.
 
     Raises:
         InputError: no safetensors, damaged ones, a name in two of them, tied parameters that differ, a

@@ -5,8 +5,7 @@ from packing.buffer import PackedBuffer
 from packing.example import IGNORE_INDEX
 from packing.hub import local_only
 from packing.loader import LoadedBuffer, PackedDataLoader, collate
-from packing.shards import open_shards
-from packing.trainers import misfits
+from packing.shards import misfits, open_shards
 
 __all__ = [
     "IGNORE_INDEX",

@@ -30,8 +30,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "first step s": lambda row: f"{row['first_step']['step_s']:.0f}",
     "data set h": lambda row: f"{row['hours']:.1f}",
     "“GPU utilisation” %": lambda row: f"{row['gpu']['utilisation_percent']:.0f}",
-    "compiled after 3 steps": lambda row: str(
-        row["compiles"]["after"]["compiled"] + row["compiles"]["after"]["graphs"]
+    "compiled after 3 steps": lambda row: (
+        str(row["compiles"]["after"]["compiled"] + row["compiles"]["after"]["graphs"])
+        if row["steps"]
+        else NONE
     ),
     "loss of the probe": lambda row: f"{row['probe_loss']:.4f}",
 }

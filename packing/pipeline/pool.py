@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from packing.errors import OptionError, PadfreeError
@@ -51,7 +51,7 @@ def map_in_order(
         workers: Number of processes, at least 1.
 
     Raises:
-        WorkerDied: ended from outside; says by which signal.
+        WorkerDied: one ended without an answer; says how.
         OptionError: the system does not start so many processes.
     """
     if workers == 1:
@@ -62,10 +62,11 @@ def map_in_order(
         for item in items:
             try:
                 pending.append(pool.submit(_call, item))  # the first starts the workers
-            except OSError as error:
+            except BrokenProcessPool:
+                raise
+            except (OSError, RuntimeError) as error:  # no process, or no thread to look after them
                 raise OptionError(
-                    f"the system does not start {workers} worker processes ({error.strerror}): try fewer "
-                    "--workers"
+                    f"the system does not start {workers} worker processes ({error}): try fewer --workers"
                 ) from error
             if len(pending) > CHUNKS_AHEAD * workers:
                 yield pending.popleft().result()
@@ -88,7 +89,8 @@ def _pool(function: Callable[[Any], Any], *, workers: int) -> Iterator[ProcessPo
         pool.shutdown()  # waits for their exit codes
         raise WorkerDied(_death([process.exitcode for process in processes.values()])) from None
     finally:
-        pool.shutdown(cancel_futures=True)
+        with suppress(RuntimeError):  # of a thread that could not be started
+            pool.shutdown(cancel_futures=True)
         for process in processes.values():
             process.terminate()  # where the system started only some of them, nobody else ends those
 
@@ -96,6 +98,8 @@ def _pool(function: Callable[[Any], Any], *, workers: int) -> Iterator[ProcessPo
 def _death(codes: Sequence[int | None]) -> str:
     """What ended one of the workers; the pool itself ends the others with SIGTERM."""
     code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
+    if code == -signal.SIGTERM and 0 in codes:
+        return "nothing was written: a worker process could not start; its words are above"
     cause = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"status {code}"
     hint = ", most often for lack of memory: try fewer --workers" if code == -signal.SIGKILL else ""
     return f"nothing was written: one of the {len(codes)} worker processes ended with {cause}{hint}"

@@ -14,6 +14,7 @@ first use; that it was is remembered in the user's cache folder, by device, inod
 """
 
 from packing.shards.check import verify
+from packing.shards.fit import misfits
 from packing.shards.manifest import EXAMPLES, FORMAT_VERSION, MANIFEST, REJECTS, RUN, most_first
 from packing.shards.reader import ShardSet, open_shards
 from packing.shards.writer import PartWriter, ShardWriter, check_out
@@ -28,6 +29,7 @@ __all__ = [
     "ShardSet",
     "ShardWriter",
     "check_out",
+    "misfits",
     "most_first",
     "open_shards",
     "verify",

@@ -264,7 +264,7 @@ def test_an_id_that_the_model_has_no_word_for_is_refused_by_name(
         trainer.model.resize_token_embeddings(1000)  # more than any id
         check_trainer(trainer)
         trainer.model.resize_token_embeddings(largest)
-        words = rf"holds ids up to {largest}, the model has {largest} words: .*resize_token_embeddings"
+        words = rf"holds ids up to {largest}, the model has {largest} words: pack with the model's own"
         with pytest.raises(OptionError, match=words):
             check_trainer(trainer)
 
@@ -293,6 +293,15 @@ def test_a_model_that_the_shards_were_not_made_for_is_refused_by_name(
     trainer.model.config.max_position_embeddings = shards.capacity - 1
     with pytest.raises(OptionError, match=f"takes {shards.capacity - 1} positions: pack with --capacity"):
         check_trainer(trainer)
+    rows = datasets.load_from_disk(str(tmp_path / "shards"))
+    longest = max(map(len, rows["input_ids"]))
+    trainer.train_dataset = rows
+    trainer.model.config.max_position_embeddings = longest
+    check_trainer(trainer)
+    trainer.model.config.max_position_embeddings = longest - 1
+    with pytest.raises(OptionError, match=f"rows of {longest} tokens, the model takes {longest - 1} pos"):
+        check_trainer(trainer)
+    trainer.train_dataset = PackedDataset(tmp_path / "shards")
     trainer.model.resize_token_embeddings(shards.vocabulary + 2049)
     with pytest.raises(OptionError, match=f"of {shards.vocabulary} words, the model has .* own tokenizer"):
         check_trainer(trainer)

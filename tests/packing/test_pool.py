@@ -4,7 +4,9 @@ import errno
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from concurrent.futures import process
 from functools import partial
 
 import pytest
@@ -104,18 +106,47 @@ def test_too_many_workers_for_the_system_are_refused(monkeypatch):
     def fork_twice():
         if len(started) == 2:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        process = fork()
-        started.append(process)
-        return process
+        child = fork()
+        started.append(child)
+        return child
 
     monkeypatch.setattr(os, "fork", fork_twice)
     before = set(multiprocessing.active_children())
     with pytest.raises(OptionError, match=r"4 worker processes \(.*unavailable\): try fewer --workers"):
         list(map_in_order(double_late, range(9), workers=4))
     assert len(started) == 2
-    for process in set(multiprocessing.active_children()) - before:
-        process.join(10)
-        assert process.exitcode == -signal.SIGTERM
+    for left in set(multiprocessing.active_children()) - before:
+        left.join(10)
+        assert left.exitcode == -signal.SIGTERM
+
+
+def test_a_thread_that_can_not_start_is_refused_too(monkeypatch):
+    """The pool looks after its workers by a thread: without it one line says so, and none of them is left."""
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(process._ExecutorManagerThread, "start", refuse)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(OptionError, match=r"2 worker processes \(can't start new thread\): try fewer"):
+        list(map_in_order(double_late, range(9), workers=2))
+    for left in set(multiprocessing.active_children()) - before:
+        left.join(10)
+        assert left.exitcode == -signal.SIGTERM
+
+
+def test_workers_that_can_not_start_are_one_clear_error(monkeypatch):
+    """The others are ended by the pool, not by somebody's signal, so none is named."""
+    parent, start = os.getpid(), threading.Thread.start
+
+    def start_in_parent(thread):
+        if os.getpid() != parent:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_in_parent)
+    with pytest.raises(WorkerDied, match="a worker process could not start; its words are above"):
+        list(map_in_order(double_late, range(9), workers=2))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -170,10 +170,10 @@ def test_a_run_says_beforehand_what_may_end_it(
     assert main(words(*few, run="tight")) == 0
     captured = capsys.readouterr()
     assert captured.err.startswith("training: ")
-    assert captured.err.count("and 1.00 MiB are free") == captured.err.count("\n") == 1
+    assert captured.err.count("and at most 1.00 MiB are free") == captured.err.count("\n") == 1
     assert "step 1/1" in captured.out
     assert main(words(run="other", flags=("--dry-run",))) == 0
-    assert "and 1.00 MiB are free" in capsys.readouterr().out.splitlines()[-1]
+    assert "and at most 1.00 MiB are free" in capsys.readouterr().out.splitlines()[-1]
 
 
 def tiny_qwen3(**changes: Any) -> Qwen3Config:
