@@ -9,11 +9,11 @@ All calls take the same file and one core, in turn, in one process with the toke
     render  transformers' compiled template alone, of messages in memory
     encode  one encode_batch_fast of the rendered texts alone
 
-then ours with one process on one core and with two on two (a thread writes, so one process would gain 0.2 s by
-the other core), TRL's with one and two on two cores, ours also with `--many` rows, of which what is done once is
-a smaller part, and last each peer once at several sizes, for the plot. The rows are the real conversations of
-../shared/data without tools (TRL reads a JSON file with one schema for all rows), repeated: all of them
-("all"), and those of 800 characters or more ("long").
+then ours with one process on one core and with two on two (a thread writes, so one process would gain 0.2
+s by the other core), TRL's with one and two on two cores, ours also with `--many` rows, of which what is
+done once is a smaller part, and last each peer once at several sizes, for the plot. The rows are the real
+conversations of ../shared/data without tools (TRL reads a JSON file with one schema for all rows),
+repeated: all of them ("all"), and those of 800 characters or more ("long").
 axolotl is measured where it can be imported; its strategy is given the tokenizer's own template.
 """
 
