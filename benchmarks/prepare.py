@@ -9,10 +9,11 @@ All calls take the same file and one core, in turn, in one process with the toke
     render  transformers' compiled template alone, of messages in memory
     encode  one encode_batch_fast of the rendered texts alone
 
-then ours and TRL's with one process and with two on two cores, ours also with `--many` rows, of which what is
+then ours with one process on one core and with two on two (a thread writes, so one process would gain 0.2
+s by the other core), TRL's with one and two on two cores, ours also with `--many` rows, of which what is
 done once is a smaller part, and last each peer once at several sizes, for the plot. The rows are the real
-conversations of ../shared/data without tools (TRL reads a JSON file with one schema for all rows), repeated:
-all of them ("all"), and those of 800 characters or more ("long").
+conversations of ../shared/data without tools (TRL reads a JSON file with one schema for all rows),
+repeated: all of them ("all"), and those of 800 characters or more ("long").
 axolotl is measured where it can be imported; its strategy is given the tokenizer's own template.
 """
 
@@ -210,9 +211,14 @@ def on_one_core(
 
 
 def on_two_cores(file: Path, *, tokenizer: Any, template: str, runs: int) -> dict[str, Any]:
-    """One process and two."""
+    """One process on one core, and two on two."""
     one, two = (Ours(file, tokenizer=tokenizer, template=template, workers=n) for n in (1, 2))
-    samples, used = in_turn({"1": one, "2": two}, runs=runs, warmup=0)
+
+    def alone() -> None:
+        with cores(1):
+            one()
+
+    samples, used = in_turn({"1": alone, "2": two}, runs=runs, warmup=0)
     return {
         "seconds": {name: spread(taken) for name, taken in samples.items()},
         "processor_s": {name: spread(taken) for name, taken in used.items()},

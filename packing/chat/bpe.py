@@ -60,12 +60,13 @@ class BpeEncoder:
             special_tokens=dict(recipe.added),
         )
         self.around = recipe.around
+        self.vocabulary = recipe.vocabulary
         self._added = frozenset(recipe.added)
         self._composed = recipe.composed
         self._separator = _separator(recipe.added)
         self._separator_id = recipe.added[self._separator]
         id_of = {**recipe.ranks, **{text.encode(): n for text, n in recipe.added.items()}}
-        self._lengths = np.zeros(max(id_of.values()) + 1, np.int64)
+        self._lengths = np.zeros(recipe.vocabulary, np.int64)
         self._lengths[list(id_of.values())] = list(map(len, id_of))
 
     def takes(self, text: str) -> bool:

@@ -136,9 +136,7 @@ class ChatEncoder:
         self._counts: Counter[str] = Counter()
         special = {n: token for n, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = any_of(token.content for token in special.values())
-        # Up to the largest id, which is not how many there are where ids have gaps. Takes 0.1 s.
-        self._is_special = np.zeros(1 + max(tokenizer.get_vocab().values()), np.bool_)
-        self._is_special[list(special)] = True
+        self._special_ids = list(special)
         # Looked for behind the normalizer, a special token can come of text that does not spell it.
         normalizer = self._backend.normalizer
         self._forgeable = (
@@ -257,6 +255,14 @@ class ChatEncoder:
     def digest(self) -> str:
         """Of all that defines the ids of the tokenizer."""
         return tokenizer_digest(self.tokenizer)
+
+    @functools.cached_property
+    def vocabulary(self) -> int:
+        """One more than the largest id, which is not how many there are where ids have gaps."""
+        if self._bpe is not None:
+            return self._bpe.vocabulary
+        ids: Iterable[int] = self.tokenizer.get_vocab().values()  # takes 0.1 s for 150,000
+        return 1 + max(ids)
 
     def encoder_report(self) -> dict[str, Any]:
         """Which encoder is used, and why, for the records of a run."""
@@ -386,7 +392,7 @@ class ChatEncoder:
         if (
             self._forgeable
             and draft.chat is not None
-            and int(self._is_special[ids].sum()) != len(self._special.findall(draft.text))
+            and np.isin(ids, self._special_ids).sum() != len(self._special.findall(draft.text))
         ):
             return RowRejected(
                 Reason.CONTROL_TOKEN, "the tokenizer's normalizer makes a control token of text that is none"
@@ -400,7 +406,7 @@ class ChatEncoder:
         return {
             "encoding_version": ENCODING_VERSION,
             "tokenizer": self.digest,
-            "vocabulary": self._is_special.size,
+            "vocabulary": self.vocabulary,
             "special_tokens": {
                 key: str(value) for key, value in sorted(self.tokenizer.special_tokens_map.items())
             },
@@ -410,7 +416,7 @@ class ChatEncoder:
         }
 
     def _check_ids(self, example: Example) -> Example:
-        size = self._is_special.size
+        size = self.vocabulary
         low, high = int(example.input_ids.min()), int(example.input_ids.max())
         if low < 0 or high >= size:
             raise RowRejected(

@@ -26,6 +26,7 @@ class Recipe:
         composed: Texts have to be in normal form C.
         ignore_merges: A piece that is a token is that token, even if no merges lead to it.
         around: What `add_special_tokens` puts before and behind a text.
+        vocabulary: One more than the largest id, of all tokens.
     """
 
     pattern: str
@@ -35,6 +36,7 @@ class Recipe:
     composed: bool
     ignore_merges: bool
     around: tuple[tuple[int, ...], tuple[int, ...]]
+    vocabulary: int
 
 
 def read_recipe(state: Mapping[str, Any]) -> Recipe:
@@ -50,14 +52,16 @@ def read_recipe(state: Mapping[str, Any]) -> Recipe:
     _check_model(model)
     composed = _read_normalizer(state["normalizer"])
     sources = tuple(_read_patterns(state["pre_tokenizer"]))
+    added = _read_added(state["added_tokens"], composed=composed)
     return Recipe(
         pattern=_one_pattern(sources),
         sources=sources,
         ranks=_read_ranks(model),
-        added=_read_added(state["added_tokens"], composed=composed),
+        added=added,
         composed=composed,
         ignore_merges=bool(model.get("ignore_merges")),
         around=_read_around(state["post_processor"]),
+        vocabulary=1 + max(*model["vocab"].values(), *added.values()),
     )
 
 

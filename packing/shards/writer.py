@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 Fingerprint = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-_BATCH_TOKENS = 2**20  # tokens in an Arrow record batch: 8 MiB of ids and labels held while writing
+_BATCH_TOKENS = 2**20  # tokens in an Arrow record batch: 8 MiB of ids and labels, held twice while writing
 _EXAMPLES_ROWS = 2**16  # rows in a row group of examples.parquet, however they were added
 
 
@@ -98,6 +99,8 @@ class PartWriter:
         self._pending_tokens = 0
         self._shard: tuple[_DigestFile, Any] | None = None
         self._shard_buffers = 0
+        self._thread = ThreadPoolExecutor(1)  # starts with the first batch
+        self._on_its_way: Future[None] | None = None
         self._examples: tuple[_DigestFile, Any] | None = None
         self._pending_examples: list[pa.Table] = []
         self._digest: str | None = None
@@ -176,6 +179,7 @@ class PartWriter:
         with writing(self._folder):
             if self._shard_buffers or not self._contents["buffers"]:
                 self._close_shard()
+            self._thread.shutdown()
             if self._pending_examples:
                 self._write_examples()
             if self._examples:
@@ -204,7 +208,10 @@ class PartWriter:
         return dict(self._fingerprint() if callable(self._fingerprint) else self._fingerprint)
 
     def _write_batch(self) -> None:
-        """Writes the pending buffers as one record batch, into a new file where none is open."""
+        """Writes the pending buffers as one record batch, into a new file where none is open.
+
+        A thread hashes and writes it, two thirds of all the work here, while the next buffers are gathered.
+        """
         import pyarrow as pa
 
         schema = buffer_schema()
@@ -221,9 +228,16 @@ class PartWriter:
                 values = np.concatenate(rows) if rows else np.zeros(0)
                 values = column(values.astype(dtype, copy=False))
                 columns.append(pa.ListArray.from_arrays(column(offsets), values))
-            self._shard[1].write_batch(pa.record_batch(columns, schema=schema))
+            self._wait()
+            batch = pa.record_batch(columns, schema=schema)
+            self._on_its_way = self._thread.submit(self._shard[1].write_batch, batch)
         self._pending.clear()
         self._pending_tokens = 0
+
+    def _wait(self) -> None:
+        """Until the batch on its way is written; what went wrong with it is raised here."""
+        if self._on_its_way:
+            self._on_its_way.result()
 
     def _close_shard(self) -> None:
         if self._pending or self._shard is None:
@@ -231,6 +245,7 @@ class PartWriter:
         assert self._shard is not None
         file, writer = self._shard
         with writing(file.path):
+            self._wait()
             writer.close()
             self._close(file, buffers=self._shard_buffers)
         self._shard = None
@@ -275,6 +290,7 @@ class PartWriter:
         """Closes what is open, so that the folder can go."""
         for part in self._parts.values():
             part._abandon()
+        self._thread.shutdown()
         for file in (self._rejects, *(opened[0] for opened in (self._shard, self._examples) if opened)):
             with suppress(OSError):  # what a full disk did not take is not wanted any more
                 file.close()

@@ -617,13 +617,14 @@ def test_a_tokenizer_that_loses_letters_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_the_vocabulary_reaches_to_the_largest_id(tmp_path):
+@pytest.mark.parametrize("encoder", ["tokenizers", "tiktoken"])
+def test_the_vocabulary_reaches_to_the_largest_id(tmp_path, encoder):
     """Where ids have gaps, how many tokens there are says nothing of the ids that shards may hold."""
     load_tokenizer(str(TOKENIZER)).save_pretrained(tmp_path)
     state = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
     state["model"]["vocab"]["e"] = 5000
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
-    encoder = ChatEncoder(load_tokenizer(str(tmp_path)))
+    encoder = ChatEncoder(load_tokenizer(str(tmp_path)), options=ChatOptions(encoder=encoder))
     assert encoder.fingerprint()["vocabulary"] == 5001
     (row,) = encoder.encode_many(
         [Conversation(example=make_example(np.array([1, 5000]), trained=np.ones(2, bool)))]

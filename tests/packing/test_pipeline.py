@@ -4,7 +4,9 @@ import dataclasses
 import gc
 import gzip
 import json
+import os
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -183,6 +185,20 @@ def test_bytes_do_not_depend_on_how_processes_start(tmp_path, many, tokenizer, r
     monkeypatch.setattr(pool, "start_method", lambda: "spawn")
     pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", workers=2, options=AS_REFERENCE)
     assert contents(tmp_path / "out") == reference
+
+
+@pytest.mark.skipif(pool.start_method() != "fork", reason="workers are spawned here")
+def test_workers_are_forked_before_there_are_threads(tmp_path, many, tokenizer, monkeypatch):
+    """A fork copies one thread, and the locks that others hold for good: the set's writer has none yet."""
+    before, plain, seen = threading.active_count(), os.fork, []
+
+    def fork():
+        seen.append(threading.active_count() - before)
+        return plain()
+
+    monkeypatch.setattr(os, "fork", fork)
+    pack_dataset(many, tokenizer=tokenizer, out=tmp_path / "out", workers=2, options=AS_REFERENCE)
+    assert seen == [0, 0]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

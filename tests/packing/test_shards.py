@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -90,12 +91,39 @@ def test_what_is_written_comes_back(
 
 
 def test_buffers_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer holds no more than a record batch of tokens: 60 or more here, in batches of whole buffers."""
+    """A writer gathers a record batch of tokens and no more: 60 or more here, in whole buffers."""
     monkeypatch.setattr(writer, "_BATCH_TOKENS", 60)
     out = make_set(tmp_path / "set", BINS)
     with pa.ipc.open_stream((out / "data-00000.arrow").read_bytes()) as stream:
         tokens = [batch.column("seq_lengths").flatten().to_pylist() for batch in stream]
     assert tokens == [[5, 3, 64], [1, 20, 20, 20], [1, 1, 1, 1]]
+
+
+def test_a_batch_is_written_while_the_next_is_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`write` returns with a batch still on its way to the disk; the next batch waits for that one."""
+    monkeypatch.setattr(writer, "_BATCH_TOKENS", 60)
+    may_write, plain = threading.Event(), writer._DigestFile.write
+    before = threading.active_count()
+
+    def slow(self: Any, data: Any) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_write.wait(20), "nobody gathers meanwhile"
+        return plain(self, data)
+
+    monkeypatch.setattr(writer._DigestFile, "write", slow)
+    with ShardWriter(tmp_path / "set", capacity=64, fingerprint={}) as set_:
+        first, *others = buffers([[60], [1], [64], [3]])
+        set_.write(first)
+        set_.write(others[0])
+        assert list(map(len, set_._pending)) == [1]
+        may_write.set()
+        for buffer in others[1:]:
+            set_.write(buffer)
+        set_.finish({})
+        assert threading.active_count() == before
+    assert [len(buffer) for buffer in open_shards(tmp_path / "set")] == [60, 1, 64, 3]
 
 
 def test_reading_copies_nothing(directory: Path) -> None:
@@ -601,10 +629,18 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, name: str, words: str) -
         make_set(tmp_path / name, [[1]])
 
 
+@pytest.mark.parametrize("batch_tokens", [1, 2**20])
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 5, 8, 12, 20])
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
-    """Whichever write finds the disk full: one clear line, the old set is kept, the new leaves nothing."""
+def test_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int, batch_tokens: int
+) -> None:
+    """Whichever write finds the disk full: one clear line, the old set is kept, the new leaves nothing.
+
+    That of a record batch among others is found by a thread, and raised by the call after it.
+    """
     out = make_set(tmp_path / "set", BINS)
+    monkeypatch.setattr(writer, "_BATCH_TOKENS", batch_tokens)
+    threads = threading.active_count()
     before = files_in(out)
     writes = 0
     plain = writer._DigestFile.write
@@ -619,6 +655,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: 
     monkeypatch.setattr(writer._DigestFile, "write", full)
     with pytest.raises(OutputError, match="can't write: No space left on device; nothing was kept"):
         make_set(out, [[3, 4]] * 4, force=True, buffers_per_shard=2)
+    assert threading.active_count() == threads
     assert files_in(out) == before
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["set"]
 
@@ -663,8 +700,12 @@ def test_a_file_limit(tmp_path: Path, limit: int, case: str, words: str) -> None
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, None])
-def test_what_is_not_finished_leaves_nothing(tmp_path: Path, error: type[BaseException] | None) -> None:
-    """An error, an interrupt or a block left without `finish`: nothing at the name, nothing beside it."""
+def test_what_is_not_finished_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | None
+) -> None:
+    """An error, an interrupt or a block left without `finish`: no file at the name or beside, no thread."""
+    monkeypatch.setattr(writer, "_BATCH_TOKENS", 60)
+    threads = threading.active_count()
 
     def run() -> None:
         with ShardWriter(tmp_path / "set", capacity=64, fingerprint={}) as set_:
@@ -680,6 +721,7 @@ def test_what_is_not_finished_leaves_nothing(tmp_path: Path, error: type[BaseExc
     else:
         run()
     assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == threads
 
 
 def test_what_a_writer_refuses(tmp_path: Path) -> None:
