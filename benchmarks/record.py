@@ -88,8 +88,11 @@ def _processor_seconds() -> float:
 
 
 def save_plot(figure: Any, axes: Any, to: Path) -> None:
-    """Saves a picture of times over sizes, both axes logarithmic."""
+    """Saves a picture of times over sizes, both axes logarithmic, with a tick at each size."""
+    sizes = sorted({float(x) for line in axes.lines for x in line.get_xdata()})
     axes.set(xscale="log", yscale="log")
+    axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
+    axes.set_xticks([], minor=True)
     axes.grid(which="both", alpha=0.3)
     axes.legend()
     figure.tight_layout()
