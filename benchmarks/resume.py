@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -41,16 +42,16 @@ CONFIGS = Path(__file__).with_name("configs")
 def main() -> int:
     """Runs all three; 0 if losses and tokens agree."""
     arguments = parser().parse_args()
-    after_ranks = arguments.resume_ranks or arguments.ranks
-    split, rest = divmod(arguments.ranks, after_ranks)
-    if rest:
+    after_ranks = arguments.ranks if arguments.resume_ranks is None else arguments.resume_ranks
+    if after_ranks < 1 or arguments.ranks % after_ranks:
         raise SystemExit(f"{arguments.ranks} ranks can't go on as {after_ranks}: choose a divisor")
     model = json.loads(arguments.model_config.read_text("utf-8")) | {"num_hidden_layers": arguments.layers}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "model.json").write_text(json.dumps(model))
         (place / "run.toml").write_text("")
-        size = bill(place, settings=[f"model.config={place / 'model.json'}", *arguments.set])
+        settings = [f"model.config={place / 'model.json'}", *arguments.set]
+        size = bill(place, settings=settings, saves=arguments.steps // arguments.every)
         write_shards(
             place / "shards",
             read_lengths(arguments.lengths, most=arguments.capacity),
@@ -81,21 +82,24 @@ def main() -> int:
             arguments,
             "--resume",
             ranks=after_ranks,
-            more=[f"data.accumulation={split}"] if split > 1 else [],
+            more=[f"data.accumulation={arguments.ranks // after_ranks}"],
         )
         resumed.wait()
         resume_seconds = time.perf_counter() - began
         written = sum(file.stat().st_size for file in (first.parent / newest).iterdir())
 
         before, after = whole.losses(), resumed.losses()
-        steps = range(1, arguments.steps + 1)
-        difference = max(abs(after[step] - before[step]) / before[step] for step in steps)
+        difference = apart(before, after)
+        evaluations = apart(whole.losses("eval"), resumed.losses("eval"))
+        same_tokens = whole.tokens() == resumed.tokens()
         results: dict[str, Any] = {
-            "holds": difference <= arguments.limit and whole.tokens() == resumed.tokens(),
+            # No number is below any limit where a loss is none, so `<=` and not its contrary.
+            "holds": same_tokens and difference <= arguments.limit and evaluations <= arguments.limit,
             "relative_difference": difference,
+            "relative_difference_of_evaluations": evaluations,
             "limit": arguments.limit,
             "bit_for_bit": after == before,
-            "same_tokens_each_step": whole.tokens() == resumed.tokens(),
+            "same_tokens_each_step": same_tokens,
             "layers": arguments.layers,
             "ranks": arguments.ranks,
             "resumed_on": after_ranks,
@@ -143,20 +147,29 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def bill(place: Path, *, settings: list[str]) -> int:
+def apart(one: dict[int, float], other: dict[int, float]) -> float:
+    """The largest relative difference of two runs' losses; infinite where a step or a number is missing."""
+    if one.keys() != other.keys():
+        return math.inf
+    ratios = [abs(other[step] - loss) / abs(loss) if loss else abs(other[step]) for step, loss in one.items()]
+    return max(ratios, default=0.0) if all(map(math.isfinite, ratios)) else math.inf
+
+
+def bill(place: Path, *, settings: list[str], saves: int) -> int:
     """Bytes of a checkpoint; says so, and refuses what disk or memory can't hold before anything runs."""
     config = load(place / "run.toml", overrides=[f"data.shards={place}", *settings])
     kind = "fp32" if config.model.precision == "auto" else config.model.precision  # mixed takes as much
     model = skeleton(read_config(config.model, vocabulary=0), precision=kind)
     size = checkpoint_part(config, model, ranks=1, precision=kind)
+    kept = min(saves, config.checkpoint.keep + 1) if config.checkpoint.keep else saves  # and the one written
     disk, memory = shutil.disk_usage(place).free, free_memory()
+    copied = size if config.checkpoint.background else 0
     print(
-        f"{model.num_parameters():,} parameters; a checkpoint takes {size / 1e9:.1f} GB: twice that of "
-        f"{disk / 1e9:.0f} GB of disk while the next is written, and its copy in memory meanwhile, at most "
-        f"{(memory or 0) / 1e9:.0f} GB",
+        f"{model.num_parameters():,} parameters; a checkpoint takes {size / 1e9:.1f} GB: {kept} of them on "
+        f"{disk / 1e9:.0f} GB of disk, {copied / 1e9:.1f} GB in {(memory or 0) / 1e9:.0f} GB of memory",
         flush=True,
     )
-    if 2 * size > disk or (memory is not None and size > memory):
+    if kept * size > disk or (memory is not None and copied > memory):
         raise SystemExit("too much for this machine: fewer --layers")
     return size
 

@@ -185,7 +185,7 @@ def _parts(trainer: Any, *, name: str) -> list[Any]:
 def _model(trainer: Any, *, name: str) -> Iterator[str]:
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
     positions = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
-    for part in _parts(trainer, name=name):
+    for part in (inner for outer in _parts(trainer, name=name) for inner in _within(outer)):
         if isinstance(part, PackedDataset):
             yield from misfits(part.shards, vocabulary=vocabulary, positions=positions)
             continue
@@ -199,27 +199,40 @@ def _model(trainer: Any, *, name: str) -> Iterator[str]:
             )
         if positions is not None and longest > positions:
             yield (
-                f"{name}_dataset has rows of {longest} tokens, the model takes {positions} positions: pack "
-                f"with --capacity {positions} or less"
+                f"{name}_dataset has examples of {longest} tokens, the model takes {positions} positions: "
+                f"pack with --capacity {positions} or less"
             )
 
 
+def _within(dataset: Any) -> Iterator[Any]:
+    """What torch's Subset and ConcatDataset are made of; another data set is itself."""
+    if not type(dataset).__module__.startswith("torch.utils.data."):
+        yield dataset
+        return
+    for part in getattr(dataset, "datasets", None) or [dataset.dataset]:
+        yield from _within(part)
+
+
 def _extremes(dataset: Any) -> tuple[int, int, int]:
-    """The least and the largest token id and the longest row, a second for 250 million tokens."""
+    """The least and the largest token id and the longest example, a second for 250 million tokens."""
     import pyarrow.compute as pc
 
     found, longest = [], 0
-    if hasattr(dataset, "column_names"):  # of datasets: by its own columns, not by Python's numbers
+    # Of datasets, by its own columns, not by Python's numbers; but what a transform gives is known by row.
+    if hasattr(dataset, "column_names") and dataset.format["type"] != "custom":
+        lengths = "seq_lengths" in dataset.column_names  # positions restart with each
         for batch in dataset.with_format("arrow").iter(batch_size=1000):
-            column = batch["input_ids"]
-            found += [n for n in pc.min_max(pc.list_flatten(column)).as_py().values() if n is not None]
-            longest = max(longest, pc.max(pc.list_value_length(column)).as_py())
+            ids = batch["input_ids"]
+            found += [n for n in pc.min_max(pc.list_flatten(ids)).as_py().values() if n is not None]
+            each = pc.list_flatten(batch["seq_lengths"]) if lengths else pc.list_value_length(ids)
+            longest = max(longest, pc.max(each).as_py() or 0)
     else:
-        rows = (dataset[number] for number in range(len(dataset)))
-        for row in rows:
-            ids = row.input_ids if isinstance(row, PackedBuffer) else row["input_ids"]
-            longest = max(longest, len(ids))
-            found += [int(extreme(ids)) for extreme in (np.min, np.max) if len(ids)]
+        for row in (dataset[number] for number in range(len(dataset))):
+            if isinstance(row, PackedBuffer):
+                row = {"input_ids": row.input_ids, "seq_lengths": row.seq_lengths}
+            ids = np.asarray(row["input_ids"])
+            longest = max(longest, *map(int, row.get("seq_lengths", (ids.size,))), 0)
+            found += [int(extreme(ids)) for extreme in (np.min, np.max) if ids.size]
     return min(found, default=0), max(found, default=-1), longest
 
 

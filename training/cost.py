@@ -332,7 +332,7 @@ def _limits() -> Iterator[int]:
 
     Source: cgroups(7); a line is "0::/PATH" for version 2, "NUMBER:memory:/PATH" for version 1.
     """
-    with suppress(OSError):  # a system without groups
+    with suppress(OSError, ValueError):  # a system without groups, or with a file that says something else
         for line in CGROUP.read_text().splitlines():
             _, kinds, path = line.split(":", 2)
             if not kinds:

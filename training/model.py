@@ -322,7 +322,7 @@ def match_weights(model: PreTrainedModel, directory: str) -> dict[str, str]:
     if missing:
         raise InputError(
             f"{directory}: {len(missing)} of {len(wanted) + len(missing)} parameters of "
-            f"{type(model).__name__} are not in the safetensors, among them {missing[0]}"
+            f"{type(model).__name__} are not in the safetensors under that name, among them {missing[0]}"
         )
     taken = set(wanted.values())
     _check_all_taken(types.keys() - taken, taken=taken, model=model, directory=directory)

@@ -320,7 +320,8 @@ def preview(
     first, whole = None, True
     for source in opened:
         read = 0
-        for raw in source.chunks(rows=rows):
+        chunks = source.chunks(rows=rows)
+        for raw in chunks:
             chunk = encode(raw, most=rows - read)
             accounting.add(chunk)
             rejects += [_reject_line(reject, inputs=encode.inputs) for reject in chunk.rejects]
@@ -330,7 +331,7 @@ def preview(
             tables.append(chunk.examples)
             read += chunk.rows
             if read >= rows:
-                whole = False  # there may be more, which would be held out
+                whole &= len(raw) == chunk.rows and next(chunks, None) is None  # else more would be held out
                 break
     refusal = ""
     try:

@@ -85,9 +85,10 @@ def _pool(function: Callable[[Any], Any], *, workers: int) -> Iterator[ProcessPo
     processes = pool._processes  # kept here, since shutdown lets go of them
     try:
         yield pool
-    except BrokenProcessPool:
+    except BrokenProcessPool as error:
         pool.shutdown()  # waits for their exit codes
-        raise WorkerDied(_death([process.exitcode for process in processes.values()])) from None
+        codes = [process.exitcode for process in processes.values()]
+        raise WorkerDied(f"nothing was written: {_death(codes, unread=error.__cause__)}") from None
     finally:
         with suppress(RuntimeError):  # of a thread that could not be started
             pool.shutdown(cancel_futures=True)
@@ -95,14 +96,23 @@ def _pool(function: Callable[[Any], Any], *, workers: int) -> Iterator[ProcessPo
             process.terminate()  # where the system started only some of them, nobody else ends those
 
 
-def _death(codes: Sequence[int | None]) -> str:
-    """What ended one of the workers; the pool itself ends the others with SIGTERM."""
-    code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
-    if code == -signal.SIGTERM and 0 in codes:
-        return "nothing was written: a worker process could not start; its words are above"
+def _death(codes: Sequence[int | None], *, unread: BaseException | None) -> str:
+    """What ended one of the workers; the pool itself ends the others with SIGTERM.
+
+    Args:
+        codes: Of each worker.
+        unread: The traceback where an answer could not be read.
+    """
+    code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), None)
+    if code is None and unread:
+        last = str(unread).strip("\n'").splitlines()[-1]
+        return f"what a worker process answered can't be read: {last}"
+    if code is None and 0 in codes:
+        return "a worker process ended without an answer, with status 0; its words, if any, are above"
+    code = -signal.SIGTERM if code is None else code
     cause = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"status {code}"
     hint = ", most often for lack of memory: try fewer --workers" if code == -signal.SIGKILL else ""
-    return f"nothing was written: one of the {len(codes)} worker processes ended with {cause}{hint}"
+    return f"one of the {len(codes)} worker processes ended with {cause}{hint}"
 
 
 @contextmanager

@@ -31,6 +31,7 @@ def misfits(shards: ShardSet, *, vocabulary: int, positions: int | None) -> Iter
         )
     if known is not None and vocabulary > known + PADDED_VOCABULARY:
         yield f"{shards.path}{made}, the model has {vocabulary} words: pack with the model's own tokenizer"
+    # The tail that fills a buffer is one sequence, of its capacity where the buffer is all tail.
     if positions is not None and shards.capacity > positions:
         yield (
             f"{shards.path} has a capacity of {shards.capacity} tokens, the model takes {positions} "

@@ -17,7 +17,7 @@ import numpy as np
 from packing.arrow import column
 from packing.atomic import AtomicFolder, check_target, writing
 from packing.buffer import PackedBuffer, check_buffer
-from packing.errors import OptionError
+from packing.errors import OptionError, OutputError
 from packing.shards.manifest import (
     COLUMNS,
     EXAMPLES,
@@ -230,7 +230,13 @@ class PartWriter:
                 columns.append(pa.ListArray.from_arrays(column(offsets), values))
             self._wait()
             batch = pa.record_batch(columns, schema=schema)
-            self._on_its_way = self._thread.submit(self._shard[1].write_batch, batch)
+            try:
+                self._on_its_way = self._thread.submit(self._shard[1].write_batch, batch)
+            except RuntimeError as error:  # the batch is queued all the same
+                self._thread.shutdown(wait=False, cancel_futures=True)
+                raise OutputError(
+                    f"{self._folder}: the thread that writes does not start ({error}): allow more of them"
+                ) from error
         self._pending.clear()
         self._pending_tokens = 0
 
@@ -367,5 +373,7 @@ class ShardWriter(PartWriter):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._abandon()
-        self._target.discard()
+        try:
+            self._abandon()
+        finally:  # also where a second Ctrl-C comes while the thread still writes
+            self._target.discard()

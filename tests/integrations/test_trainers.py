@@ -269,6 +269,27 @@ def test_an_id_that_the_model_has_no_word_for_is_refused_by_name(
             check_trainer(trainer)
 
 
+def test_rows_are_looked_at_as_a_trainer_gets_them(make_trainer: Callable[..., transformers.Trainer]) -> None:
+    """Tensors, a whole batch without ids, what a transform makes of the columns: as `collate` takes them."""
+    rows = {"input_ids": [[1, 2]], "labels": [[-100, 2]], "seq_lengths": [[2]]}
+
+    def beyond(batch: dict[str, Any]) -> dict[str, Any]:
+        return {**batch, "input_ids": [[5000, 5001] for _ in batch["input_ids"]]}
+
+    transformed = datasets.Dataset.from_dict(rows)
+    transformed.set_transform(beyond)
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+    for dataset, largest in (
+        (transformed, 5001),
+        ([{key: torch.tensor(value[0]) for key, value in rows.items()}], 2),
+        (datasets.Dataset.from_dict({"input_ids": [None] * 1000 + [[1, 2]]}, features=features), 2),
+    ):
+        trainer = make_trainer(train_dataset=dataset)
+        trainer.model.resize_token_embeddings(largest)
+        with pytest.raises(OptionError, match=f"train_dataset holds ids up to {largest}, the model has"):
+            check_trainer(trainer)
+
+
 def test_a_manifest_s_vocabulary_spares_reading_the_rows(
     tmp_path: Any, make_trainer: Callable[..., transformers.Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,13 +315,18 @@ def test_a_model_that_the_shards_were_not_made_for_is_refused_by_name(
     with pytest.raises(OptionError, match=f"takes {shards.capacity - 1} positions: pack with --capacity"):
         check_trainer(trainer)
     rows = datasets.load_from_disk(str(tmp_path / "shards"))
-    longest = max(map(len, rows["input_ids"]))
+    longest = max(length for lengths in rows["seq_lengths"] for length in lengths)  # positions restart
+    assert longest < max(map(len, rows["input_ids"]))
     trainer.train_dataset = rows
     trainer.model.config.max_position_embeddings = longest
     check_trainer(trainer)
     trainer.model.config.max_position_embeddings = longest - 1
-    with pytest.raises(OptionError, match=f"rows of {longest} tokens, the model takes {longest - 1} pos"):
+    with pytest.raises(OptionError, match=f"examples of {longest} tokens, the model takes {longest - 1} pos"):
         check_trainer(trainer)
+    for whole in (PackedDataset(tmp_path / "shards"), rows):
+        trainer.train_dataset = torch.utils.data.ConcatDataset([torch.utils.data.Subset(whole, range(1))])
+        with pytest.raises(OptionError, match=f"takes {longest - 1} positions"):
+            check_trainer(trainer)
     trainer.train_dataset = PackedDataset(tmp_path / "shards")
     trainer.model.resize_token_embeddings(shards.vocabulary + 2049)
     with pytest.raises(OptionError, match=f"of {shards.vocabulary} words, the model has .* own tokenizer"):

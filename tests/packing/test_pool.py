@@ -37,6 +37,23 @@ def leave_at_seven(n):
     return n
 
 
+class TwoWords(Exception):
+    """Is pickled by one of its two arguments, so it can't be read back."""
+
+    def __init__(self, one, other):
+        super().__init__(one)
+
+
+def raise_two_words(n):
+    raise TwoWords(n, n)
+
+
+def leave_well_at_seven(n):
+    if n == 7:
+        os._exit(0)
+    return n
+
+
 def refuse_seven(n):
     if n == 7:
         raise InputError("seven is no number")
@@ -145,8 +162,16 @@ def test_workers_that_can_not_start_are_one_clear_error(monkeypatch):
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_in_parent)
-    with pytest.raises(WorkerDied, match="a worker process could not start; its words are above"):
+    with pytest.raises(WorkerDied, match="ended without an answer, with status 0; its words, if any, are"):
         list(map_in_order(double_late, range(9), workers=2))
+
+
+def test_a_broken_pool_says_why():
+    """No signal is named that nobody sent: an answer that can't be read, a worker that just leaves."""
+    with pytest.raises(WorkerDied, match="answered can't be read: TypeError: .*missing 1 required"):
+        list(map_in_order(raise_two_words, range(9), workers=2))
+    with pytest.raises(WorkerDied, match="ended without an answer, with status 0"):
+        list(map_in_order(leave_well_at_seven, range(50), workers=2))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -699,6 +699,40 @@ def test_a_file_limit(tmp_path: Path, limit: int, case: str, words: str) -> None
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
 
 
+def test_a_thread_that_can_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One clear line; a caller who goes on gets the line again, and no set with a batch twice."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(writer, "_BATCH_TOKENS", 1)
+    with ShardWriter(tmp_path / "set", capacity=64, fingerprint={}) as set_:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(OutputError, match="the thread that writes does not start"):
+                set_.write(next(iter(buffers(BINS))))
+        with pytest.raises(OutputError, match="the thread that writes does not start"):
+            set_.finish({})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_while_the_thread_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one, which comes while the first waits for the thread, leaves nothing and no lock either."""
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "set"
+    set_ = ShardWriter(out, capacity=64, fingerprint={})
+    set_.write(next(iter(buffers(BINS))))
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "_abandon", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            set_.__exit__(None, None, None)
+    assert list(tmp_path.iterdir()) == []
+    make_set(out, BINS)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, None])
 def test_what_is_not_finished_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | None

@@ -1,6 +1,7 @@
 """The benchmark of a killed run, on a CPU: what it says holds, and what it refuses."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,10 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from resume import apart  # noqa: E402
+
 TINY = ("--model-config", str(BENCHMARKS / "configs" / "ladder-tiny.json"), "--capacity", "256")
 
 
@@ -44,6 +49,14 @@ def test_one_rank_is_killed_and_half_of_them_go_on(tmp_path: Path) -> None:
     assert len(found["held_s"]) >= 1
     assert all(held > 0 for held in found["held_s"])
     assert found["saving_over_whole"] > -1
+
+
+def test_losses_are_apart_where_one_is_none() -> None:
+    """No number, a step that is missing, and zeros: only like runs are near."""
+    assert apart({1: 2.0, 2: 4.0}, {1: 2.0, 2: 4.4}) == pytest.approx(0.1)
+    assert apart({}, {}) == 0 == apart({1: 0.0}, {1: 0.0})
+    assert apart({1: 1.0, 2: 1.0}, {1: 1.0, 2: math.nan}) == math.inf
+    assert apart({1: 1.0, 2: 1.0}, {1: 1.0}) == math.inf
 
 
 def test_what_can_not_go_on_is_refused_before_anything_runs(tmp_path: Path) -> None:
