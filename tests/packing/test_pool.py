@@ -168,7 +168,7 @@ def test_workers_that_can_not_start_are_one_clear_error(monkeypatch):
 
 def test_a_broken_pool_says_why():
     """No signal is named that nobody sent: an answer that can't be read, a worker that just leaves."""
-    with pytest.raises(WorkerDied, match="answered can't be read: TypeError: .*missing 1 required"):
+    with pytest.raises(WorkerDied, match=r"answered can't be read: TypeError: .*missing 1 required"):
         list(map_in_order(raise_two_words, range(9), workers=2))
     with pytest.raises(WorkerDied, match="ended without an answer, with status 0"):
         list(map_in_order(leave_well_at_seven, range(50), workers=2))
