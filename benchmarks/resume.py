@@ -95,8 +95,8 @@ def main() -> int:
         results: dict[str, Any] = {
             # No number is below any limit where a loss is none, so `<=` and not its contrary.
             "holds": same_tokens and difference <= arguments.limit and evaluations <= arguments.limit,
-            "relative_difference": difference,
-            "relative_difference_of_evaluations": evaluations,
+            "relative_difference": difference if math.isfinite(difference) else None,
+            "relative_difference_of_evaluations": evaluations if math.isfinite(evaluations) else None,
             "limit": arguments.limit,
             "bit_for_bit": after == before,
             "same_tokens_each_step": same_tokens,

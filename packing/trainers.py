@@ -204,12 +204,15 @@ def _model(trainer: Any, *, name: str) -> Iterator[str]:
             )
 
 
+_WRAPPERS = ("Subset", "ConcatDataset")
+
+
 def _within(dataset: Any) -> Iterator[Any]:
     """What torch's Subset and ConcatDataset are made of; another data set is itself."""
-    if not type(dataset).__module__.startswith("torch.utils.data."):
+    if type(dataset).__module__ != "torch.utils.data.dataset" or type(dataset).__name__ not in _WRAPPERS:
         yield dataset
         return
-    for part in getattr(dataset, "datasets", None) or [dataset.dataset]:
+    for part in dataset.datasets if hasattr(dataset, "datasets") else [dataset.dataset]:
         yield from _within(part)
 
 

@@ -24,8 +24,7 @@ class Metrics:
     Each line of the file is an object with `kind` ("bound", "train", "spike", "eval", "checkpoint") and
     `step`, the number of optimizer steps taken so far. Tokens a second count all ranks, `_per_rank` one of
     them. `data_s`, in which the device had nothing left to do and waited for the next batch, is a part of
-    `forward_backward_s`. `held_s` is how long training waited at a
-    checkpoint until it went on.
+    `forward_backward_s`. `held_s` is how long training waited at a checkpoint until it went on.
     """
 
     def __init__(
