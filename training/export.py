@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,11 +19,13 @@ from training import checkpoint
 from training.errors import InputError, OptionError, OutputError, writing
 from training.files import TRAINER, check_digests, tensor_sizes, weights_digest
 from training.lora import exported_name, write_config
+from training.model import skeleton
+from training.weights import INDEX, default_names, match_weights, weight_files
 
+T = TypeVar("T")
 FILE_BYTES = 4 * 2**30
 """A file of the export holds about so much; one file is what is in memory at a time."""
 
-INDEX = "model.safetensors.index.json"
 _TOKENIZER = "tokenizer_config.json"
 _NOT_THE_TOKENIZERS = ("config.json", "generation_config.json", "adapter_config.json")
 SMALL = (".json", ".jinja", ".txt", ".model", ".md")
@@ -94,29 +96,25 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
         config.save_pretrained(beside)
 
+    model = skeleton(config, precision="fp32")
+    original = {file: tensor_sizes(file) for file in weight_files(began)}
+    names = match_weights(model, str(began)) if original else default_names(model)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     files = _Files(beside, cast=cast)
-    original = {file: tensor_sizes(file) for file in _weight_files(began)}
-    known = {name for sizes in original.values() for name in sizes}
-    trained = {name: size for name, size in checkpoint.model_sizes(place).items() if name not in tied}
-    names = {name: _first_name(name, known) for name in trained}
-    for group in _groups(trained):
-        files.add({names[name]: value for name, value in checkpoint.read_model(place, group).items()})
-    taken = tied | set(names.values())
-    for file, sizes in original.items():  # what training left alone
+    sizes = checkpoint.model_sizes(place)
+    kept = {name: key for name, key in names.as_they_are.items() if name not in tied}
+    for group in _groups({name: sizes[name] for name in kept}):
+        files.add({kept[name]: value for name, value in checkpoint.read_model(place, group).items()})
+    targets = {made: list(made.targets.values()) for made in names.made}
+    for several in _groups({made: sum(sizes[name] for name in targets[made]) for made in names.made}):
+        values = checkpoint.read_model(place, [name for made in several for name in targets[made]])
+        files.add({key: value for made in several for key, value in made.revert(model, values).items()})
+    taken = tied | names.stored()
+    for file, others in original.items():  # what training left alone
         with safe_open(file, framework="pt") as stored:
-            for group in _groups({name: size for name, size in sizes.items() if name not in taken}):
-                files.add({name: stored.get_tensor(name) for name in group})
+            for left in _groups({name: size for name, size in others.items() if name not in taken}):
+                files.add({name: stored.get_tensor(name) for name in left})
     return files.finish()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Those that transformers reads: the index's, or the one; others may hold a model in another form."""
-    index, one = folder / INDEX, folder / "model.safetensors"
-    if index.exists():
-        names = json.loads(index.read_text("utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted({*names})]
-    return [one] if one.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def _write_adapter(
@@ -171,9 +169,9 @@ class _Files:
         return len(self._weight_map), self._total
 
 
-def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names, in their order, of about `FILE_BYTES` together; a larger tensor is alone."""
-    group: list[str] = []
+def _groups(sizes: Mapping[T, int]) -> Iterator[list[T]]:
+    """What has these sizes, in its order, `FILE_BYTES` together or less; what is larger is alone."""
+    group: list[T] = []
     size = 0
     for name, more in sizes.items():
         if group and size + more > FILE_BYTES:
@@ -183,11 +181,6 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         size += more
     if group:
         yield group
-
-
-def _first_name(name: str, known: Set[str]) -> str:
-    other = name.replace("model.", "model.language_model.", 1)
-    return other if other in known else name
 
 
 def _copy_small(source: Path, target: Path, *, but: tuple[str, ...] = ()) -> None:

@@ -1,21 +1,17 @@
-"""From a configuration or a Hugging Face directory to a model: on meta first, values block by block."""
+"""From a configuration to a model: on meta first, then random values block by block."""
 
 from __future__ import annotations
 
 import fnmatch
 import itertools
-import re
 import zlib
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -26,7 +22,7 @@ from transformers import (
 
 from training.config import Model, Precision
 from training.errors import InputError, OptionError, one_line
-from training.lora import initialise, is_adapter, own_name
+from training.lora import initialise, is_adapter
 from training.packed import local_only
 
 TINY: dict[str, dict[str, Any]] = {
@@ -46,11 +42,6 @@ TINY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-
-_PLAIN = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls the types whose numbers are the weights themselves."""
-_ROWS = 4096  # of a matrix that are read at once
-_QUANTIZED = "the weights are quantized, and training takes plain ones: give the model's bf16 weights"
 
 
 def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
@@ -224,127 +215,6 @@ def materialise(module: nn.Module, *, model: PreTrainedModel, device: torch.devi
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers that are a module's own, not its children's."""
     return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-
-
-def _equal(places: Mapping[str, Path], one: str, other: str) -> bool:
-    """Whether two stored matrices are the same numbers; read in parts."""
-    with (
-        safe_open(places[one], framework="pt") as first,
-        safe_open(places[other], framework="pt") as second,
-    ):
-        rows, others = first.get_slice(one), second.get_slice(other)
-        if rows.get_shape() != others.get_shape():
-            return False
-        return all(
-            torch.equal(rows[start : start + _ROWS], others[start : start + _ROWS])
-            for start in range(0, rows.get_shape()[0], _ROWS)
-        )
-
-
-def load_weights(model: PreTrainedModel, directory: str, *, stored: Mapping[str, str]) -> None:
-    """Reads safetensors straight into the shards: each rank reads its own slices alone.
-
-    Args:
-        model: Sharded.
-        directory: Of the safetensors.
-        stored: From `match_weights`.
-    """
-    state = model.state_dict()
-    wanted = {key: state[name] for name, key in stored.items()}
-    load_tensors(wanted, storage_reader=HuggingFaceStorageReader(directory))
-
-
-def match_weights(model: PreTrainedModel, directory: str) -> dict[str, str]:
-    """The name under which each of the model's tensors is stored: from headers, so the model may be on meta.
-
-    What is tied and stored twice is compared, so read whole.
-
-    Raises:
-        InputError: no safetensors, damaged ones, a name in two of them, tied parameters that differ, a
-            parameter that they do not hold in that shape, or one whose numbers are not the weight itself:
-            quantized, scaled or with a bias that the model has not.
-    """
-    files = sorted(Path(directory).glob("*.safetensors"))
-    if not files:
-        raise InputError(f"{directory}: no *.safetensors files to load weights from")
-    types: dict[str, str] = {}
-    places: dict[str, Path] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:  # reads the header, and the length against it
-                here = {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise InputError(f"{file}: damaged or cut off: {error}; download it again") from error
-        if twice := sorted(types.keys() & here):
-            raise InputError(
-                f"{directory}: {twice[0]} is in {places[twice[0]].name} and in {file.name}: take away the "
-                "file that does not belong to the model"
-            )
-        types |= here
-        places |= dict.fromkeys(here, file)
-    # Types that torch's reader has no name for, as F4 and F8_E8M0, would end it with a KeyError.
-    if odd := [key for key, kind in types.items() if kind.startswith("F") and kind not in _PLAIN]:
-        raise InputError(f"{directory}: {odd[0]} is stored as {types[odd[0]]}: {_QUANTIZED}")
-    reader = HuggingFaceStorageReader(directory)
-    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    tied = {name: own_name(first[parameter]) for name, parameter in every if first[parameter] != name}
-    wanted: dict[str, str] = {}
-    missing = []
-    for full_name, tensor in model.state_dict().items():
-        if is_adapter(full_name):
-            continue
-        name = own_name(full_name)
-        # Conditional-generation checkpoints keep the text model under another prefix.
-        names = [name, name.replace("model.", "model.language_model.", 1)]
-        found = next((key for key in names if key in stored), None)
-        if full_name in tied and found is not None:
-            one = tied[full_name]
-            names = [one, one.replace("model.", "model.language_model.", 1)]
-            other = next((key for key in names if key in stored), None)
-            if other is not None and not _equal(places, found, other):
-                raise InputError(
-                    f"{directory}: {found} and {other} are tied by config.json, and differ in the "
-                    "safetensors: set tie_word_embeddings to false there, or take one of them out"
-                )
-        if found is not None:
-            if stored[found].size != tensor.size():
-                raise InputError(
-                    f"{directory}: {found} is of {list(stored[found].size)} in the safetensors, of "
-                    f"{list(tensor.size())} by config.json: one of them belongs to another model"
-                )
-            if tensor.is_floating_point() and types[found] not in _PLAIN:
-                raise InputError(f"{directory}: {found} is stored as {types[found]}: {_QUANTIZED}")
-            wanted[full_name] = found
-        elif full_name not in tied:
-            missing.append(name)
-    if missing:
-        raise InputError(
-            f"{directory}: {len(missing)} of {len(wanted) + len(missing)} parameters of "
-            f"{type(model).__name__} are not in the safetensors under that name, among them {missing[0]}"
-        )
-    taken = set(wanted.values())
-    _check_all_taken(types.keys() - taken, taken=taken, model=model, directory=directory)
-    return wanted
-
-
-def _check_all_taken(left: Set[str], *, taken: Set[str], model: PreTrainedModel, directory: str) -> None:
-    """Nothing is left that lies beside a parameter that was taken: a scale, or a bias that changes it.
-
-    What is left elsewhere, such as a vision tower or heads of several tokens, changes no weight that trains.
-
-    Raises:
-        InputError: names the first.
-    """
-    beside = {name.rpartition(".")[0] for name in taken} | taken
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    for key in sorted(left):
-        if key.rpartition(".")[0] in beside and not any(re.search(pattern, key) for pattern in ignored):
-            raise InputError(
-                f"{directory}: {key} is in the safetensors, and {type(model).__name__} by config.json has no "
-                f"place for it: either it belongs to another model, or {_QUANTIZED}"
-            )
 
 
 def ends(model: PreTrainedModel) -> list[nn.Module]:

@@ -45,8 +45,6 @@ from training.model import (
     blocks,
     ends,
     freeze,
-    load_weights,
-    match_weights,
     materialise,
     read_config,
     skeleton,
@@ -56,6 +54,7 @@ from training.optim import clip, gradient_norm, learning_rate, make_optimizer, s
 from training.parallel import Stopwatch, World, join, on_device, reduce_whole, shard
 from training.profile import StepProfiler
 from training.recompute import recompute
+from training.weights import load_weights, match_weights
 
 
 def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), dry_run: bool = False) -> None:
@@ -114,7 +113,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         # The model: shapes first, kernels bound, then values and shards block by block.
         numbers = precision(config, world)
         root = build(config, model_config, device=world.device, precision=numbers)
-        stored = {}
+        stored = None
         if config.model.weights and (config.lora.rank or not saved):  # a checkpoint may hold adapters alone
             stored = match_weights(root.model, config.model.weights)
         summary = (

@@ -21,11 +21,12 @@ from training import export
 from training.checkpoint import FOLDER, Saver
 from training.config import Checkpoint, Config, Data, Model, Parallel
 from training.launch import leave
-from training.model import load_weights, match_weights, read_config
+from training.model import read_config, skeleton
 from training.parallel import World, join
 from training.train import build, spread
+from training.weights import load_weights, match_weights
 
-FILE_BYTES = 64 * 2**20
+FILE_BYTES = 48 * 2**20
 """Of a file of the model, and of the export."""
 
 
@@ -42,9 +43,10 @@ def sharded(model: Model, world: World, *, run: Path | None = None) -> dict[str,
     model_config = read_config(model, vocabulary=VOCABULARY)
     before = resident("VmRSS")
     root = build(config, model_config, device=world.device, precision="fp32")
+    stored = match_weights(root.model, model.weights) if model.weights else None
     spread(root, config, world, precision="fp32")
-    if model.weights:
-        load_weights(root.model, model.weights, stored=match_weights(root.model, model.weights))
+    if stored:
+        load_weights(root.model, model.weights, stored=stored)
     peak = resident("VmHWM") - before
     if run:
         saver = Saver(run / FOLDER, options=Checkpoint(), world=world)
@@ -59,7 +61,9 @@ def sharded(model: Model, world: World, *, run: Path | None = None) -> dict[str,
 
 
 def main(kind: str, *words: str) -> dict[str, int]:
+    tiny = Model(config="tiny-qwen3_5")  # what libraries bring in at first use is no model
     if kind == "export":
+        skeleton(read_config(tiny, vocabulary=VOCABULARY), precision="fp32")
         before = resident("VmRSS")
         export.FILE_BYTES = FILE_BYTES
         export.export(words[0], words[1])
@@ -68,7 +72,7 @@ def main(kind: str, *words: str) -> dict[str, int]:
         assert all(value.isfinite().all() for part in parts for value in part.values())
         return {"peak": peak, "control": resident("VmHWM") - before}
     with join(Parallel()) as world:
-        sharded(Model(config="tiny-qwen3_5"), world)  # what libraries bring in at first use is no model
+        sharded(tiny, world)
         if kind == "random":
             return sharded(Model(config=words[0]), world)
         return sharded(Model(weights=words[0]), world, run=Path(words[1]))

@@ -10,26 +10,30 @@ import pytest
 import torch
 from memory_worker import FILE_BYTES
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory in /proc")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 345 MiB in several files."""
+@pytest.fixture(scope="module", params=["dense", "experts"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A model of 345 MiB in several files; 288 MiB of the other are experts, stored one by one."""
     path = tmp_path_factory.mktemp("memory")
-    config = Qwen3Config(
-        vocab_size=8192,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=6,
-        head_dim=64,
-        tie_word_embeddings=False,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path / "model", max_shard_size=FILE_BYTES)
+    shape = {
+        "vocab_size": 8192,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    }
+    if request.param == "dense":
+        dense = Qwen3Config(intermediate_size=2048, num_hidden_layers=12, **shape)
+        Qwen3ForCausalLM(dense).save_pretrained(path / "model", max_shard_size=FILE_BYTES)
+    else:
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+        sparse = Qwen3MoeConfig(num_hidden_layers=8, **experts, **shape)
+        Qwen3MoeForCausalLM(sparse).save_pretrained(path / "model", max_shard_size=FILE_BYTES)
     return path
 
 
