@@ -378,7 +378,7 @@ def test_bad_model_is_refused(
     (empty / "config.json").write_text(tiny_qwen3().to_json_string(use_diff=False))
     for dry in ([], ["--dry-run"]):
         refused(
-            [*words(*here), *dry], capsys, "is of [48, 32] in the safetensors, of [64, 32] by config.json"
+            [*words(*here), *dry], capsys, "is of [32, 48] in the safetensors, of [32, 64] by config.json"
         )
     file = empty / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
