@@ -107,9 +107,7 @@ def load_weights(model: PreTrainedModel, directory: str, *, stored: Stored) -> N
     wanted = {key: state[name] for name, key in stored.as_they_are.items()}
     load_tensors(wanted, storage_reader=HuggingFaceStorageReader(directory))
     for made in stored.made:
-        with (
-            ExitStack() as opened
-        ):  # no longer: what was read of a mapped file counts as this process's memory
+        with ExitStack() as opened:  # not longer: what was read of a mapped file counts as memory in use
             found = made.convert(model, _reader(stored.places, opened))
         for name, value in found.items():
             _fill(state[made.targets[name]], value)
@@ -171,9 +169,9 @@ def match_weights(model: PreTrainedModel, directory: str) -> Stored:
                 f"{directory}: {key} is of {list(header.shapes[key])} in the safetensors, of "
                 f"{list(state[name].size())} by config.json: one of them belongs to another model"
             )
-    whole_numbers = {key for name, key in found.as_they_are.items() if not state[name].is_floating_point()}
+    integers = {key for name, key in found.as_they_are.items() if not state[name].is_floating_point()}
     taken = found.stored()
-    if odd := [key for key in sorted(taken - whole_numbers) if header.types[key] not in _PLAIN]:
+    if odd := [key for key in sorted(taken - integers) if header.types[key] not in _PLAIN]:
         raise InputError(f"{directory}: {odd[0]} is stored as {header.types[odd[0]]}: {_QUANTIZED}")
     tied = _tied(model)
     for name, one in tied.items():
