@@ -17,6 +17,7 @@ What a trainer may do to a packed batch, and what becomes of it (refused: by `ch
     take a model of another vocabulary          refused of a PackedDataset: the ids would mean other words
     take a model with too few positions         refused
     take means over ranks of unequal tokens     refused
+    have nothing to train or evaluate on        refused
     gather the logits in an evaluation          refused
     shuffle with a sampler of its own           harmless: a buffer is a sample like any other
     take the batch's size from its first tensor harmless: that is input_ids, one row
@@ -155,13 +156,17 @@ def _collator(trainer: Any) -> Iterator[str]:
 
 
 def _rows(trainer: Any, *, name: str, step: int) -> Iterator[str]:
-    if trainer.args.world_size == 1:
-        return
     for part in _parts(trainer, name=name):
         missing = -len(part) % step
-        if name == "eval" and _is_trl(trainer):
+        if not len(part):
+            yield f"{name}_dataset has no row: give it another, or leave it out"
+        elif trainer.args.world_size == 1:
+            continue
+        elif name == "eval" and _is_trl(trainer):
             # TRL takes the mean over batches after accelerate has left out the repeated rows.
-            if all(label == IGNORE_INDEX for label in part[len(part) - 1]["labels"]):
+            last = part[len(part) - 1]
+            labels = last.labels if isinstance(last, PackedBuffer) else last.get("labels")
+            if labels is not None and all(label == IGNORE_INDEX for label in labels):
                 yield (
                     "eval_dataset has empty rows, which TRL would count as a loss of 0: give it "
                     "load_from_disk(…) without whole_steps"

@@ -403,6 +403,44 @@ def test_empty_rows_in_trl_s_evaluation_are_refused_by_name(
         check_trainer(trainer)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_data_set_without_a_row_is_refused_by_name(
+    ranks: int,
+    data: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    make_trainer: Callable[..., transformers.Trainer],
+) -> None:
+    """To train on or one of several to evaluate on, of datasets or of torch, in TRL too: one line."""
+    right = PackedDataset(data.shards, multiple_of=16)
+    rows = datasets.load_from_disk(str(data.shards))
+    trainer, trl = make_trainer(train_dataset=right), make_trainer(train_dataset=right)
+    monkeypatch.setattr("packing.trainers._is_trl", lambda trainer: trainer is trl)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", ranks)
+    for empty in (rows.select([]), torch.utils.data.Subset(right, []), []):
+        for one in (trainer, trl):
+            for name, value in (("train", empty), ("eval", empty), ("eval", {"some": right, "none": empty})):
+                one.train_dataset, one.eval_dataset = right, None
+                setattr(one, f"{name}_dataset", value)
+                with pytest.raises(OptionError, match=f"{name}_dataset has no row"):
+                    check_trainer(one)
+
+
+def test_trl_s_evaluation_is_looked_at_whatever_its_rows_are(
+    data: Any, monkeypatch: pytest.MonkeyPatch, make_trainer: Callable[..., transformers.Trainer]
+) -> None:
+    """Rows without labels, of which TRL trains every token, pass; an empty buffer of a PackedDataset not."""
+    rows = datasets.load_from_disk(str(data.shards / "eval")).remove_columns("labels")
+    trainer = make_trainer(train_dataset=PackedDataset(data.shards, multiple_of=16), eval_dataset=rows)
+    monkeypatch.setattr("packing.trainers._is_trl", lambda _: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    check_trainer(trainer)
+    trainer.eval_dataset = PackedDataset(data.shards, multiple_of=2)
+    with pytest.raises(OptionError, match="eval_dataset has empty rows"):
+        check_trainer(trainer)
+
+
 def test_a_dropped_column_is_refused_by_name(
     data: Any, make_trainer: Callable[..., transformers.Trainer]
 ) -> None:

@@ -779,7 +779,7 @@ def test_what_a_writer_refuses(tmp_path: Path) -> None:
 
 
 def test_nothing_is_added_to_a_set_that_is_over(tmp_path: Path) -> None:
-    """After `finish`, or after its block was left without: adding is refused in every way, the set stays whole."""
+    """After `finish`, or left without: adding is refused in every way, and the finished set stays whole."""
     buffer = buffers([[3]])[0]
     table = pa.table({"example": pa.array([99], pa.int64())})
     for end in ("finished", "left"):
