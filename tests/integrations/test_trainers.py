@@ -419,7 +419,7 @@ def test_a_data_set_without_a_row_is_refused_by_name(
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", ranks)
     for empty in (rows.select([]), torch.utils.data.Subset(right, []), []):
         for one in (trainer, trl):
-            for name, value in (("train", empty), ("eval", empty), ("eval", {"some": right, "none": empty})):
+            for name, value in (("train", empty), ("eval", empty), ("eval", {"none": empty, "some": right})):
                 one.train_dataset, one.eval_dataset = right, None
                 setattr(one, f"{name}_dataset", value)
                 with pytest.raises(OptionError, match=f"{name}_dataset has no row"):
