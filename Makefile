@@ -6,6 +6,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 DEMO   := demo
 SAMPLE := packing/sample
+# Without a folder for its logs torchrun makes a temporary one, which stays.
+TWO    := $(BIN)/torchrun --standalone --nproc-per-node 2 --log-dir $(DEMO)/logs
 # The pin keeps pip from fetching gigabytes of CUDA libraries; drop it on a machine with a GPU.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints-cpu.txt
 
@@ -33,9 +35,9 @@ demo: $(VENV)/.train  ## pack the sample chats, look at them, train a tiny model
 	$(BIN)/padfree verify $(DEMO)/shards
 	$(BIN)/padfree inspect $(DEMO)/shards --example 0
 	$(BIN)/python benchmarks/first_batch.py $(DEMO)/shards
-	$(BIN)/torchrun --standalone --nproc-per-node 2 -m training benchmarks/configs/demo.toml --set run.steps=40
+	$(TWO) -m training benchmarks/configs/demo.toml --set run.steps=40
 	$(BIN)/python -m training check $(DEMO)/run --eval-ratio 0.7
-	$(BIN)/torchrun --standalone --nproc-per-node 2 -m training benchmarks/configs/demo.toml --resume
+	$(TWO) -m training benchmarks/configs/demo.toml --resume
 	@echo
 	@echo "Next, with your own chats and your own model's tokenizer:"
 	@echo "  $(BIN)/padfree pack chats.jsonl --tokenizer Qwen/Qwen3-0.6B --out shards"

@@ -21,7 +21,6 @@ import gzip
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
@@ -110,9 +109,8 @@ def trl(tokenizer: Any, template: str, rows: Sequence[Row]) -> Callable[[], Any]
 
     disable_progress_bars()
     source = resources.files("trl").joinpath("chat_templates", template).read_text("utf-8")
-    folder = tempfile.mkdtemp()
     arguments = SFTConfig(
-        output_dir=folder, assistant_only_loss=True, max_length=None, report_to="none", bf16=False
+        output_dir="unwritten", assistant_only_loss=True, max_length=None, report_to="none", bf16=False
     )
     trainer = SimpleNamespace(chat_template=source, completion_only_loss=False, _tokenizer=tokenizer)
     data = Dataset.from_list([{"messages": row["messages"]} for row in rows])

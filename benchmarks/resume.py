@@ -212,7 +212,7 @@ class Trainer:
             *(more or []),
         ]
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
-        torchrun += [str(ranks or arguments.ranks)]
+        torchrun += [str(ranks or arguments.ranks), "--log-dir", str(place / "logs")]
         sets = [word for setting in settings for word in ("--set", setting)]
         command = [sys.executable, "-m", *torchrun, "-m", "training", str(place / "run.toml"), *flags, *sets]
         self._process = subprocess.Popen(command)

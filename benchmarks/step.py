@@ -69,6 +69,7 @@ def main() -> None:
         ]
         (place / "run.toml").write_text("")
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
+        torchrun += ["--log-dir", str(place / "logs")]  # else a temporary folder that stays
         sets = [word for setting in settings for word in ("--set", setting)]
         subprocess.run(
             [sys.executable, "-m", *torchrun, "-m", "training", str(place / "run.toml"), *sets], check=True

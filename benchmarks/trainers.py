@@ -370,6 +370,7 @@ def on_two_ranks(shards: Path, model: Path, folder: Path) -> dict[str, list[dict
     """Runs every example that can under torchrun: name -> what each rank saw and logged (see `_rank`)."""
     names = [name for name in TRAINERS if name != "plain_torch"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--log-dir", str(folder / "logs")]  # else a temporary folder that stays
     folder.mkdir()
     done = subprocess.run(
         [*command, __file__, "--rank", str(folder), str(shards), str(model), *names],

@@ -16,7 +16,9 @@ What a trainer may do to a packed batch, and what becomes of it (refused: by `ch
     take a model with too few words             refused: its embedding has no row for an id
     take a model of another vocabulary          refused of a PackedDataset: the ids would mean other words
     take a model with too few positions         refused
+    take one that turns all by the longest      refused: rotary embeddings "dynamic" and "longrope"
     take means over ranks of unequal tokens     refused
+    have nothing to train or evaluate on        refused
     gather the logits in an evaluation          refused
     shuffle with a sampler of its own           harmless: a buffer is a sample like any other
     take the batch's size from its first tensor harmless: that is input_ids, one row
@@ -34,7 +36,7 @@ from packing.buffer import PackedBuffer
 from packing.errors import OptionError
 from packing.example import IGNORE_INDEX
 from packing.loader import PackedDataset, collate
-from packing.shards import misfits
+from packing.shards import misfits, too_long
 
 if TYPE_CHECKING:
     import datasets
@@ -155,13 +157,17 @@ def _collator(trainer: Any) -> Iterator[str]:
 
 
 def _rows(trainer: Any, *, name: str, step: int) -> Iterator[str]:
-    if trainer.args.world_size == 1:
-        return
     for part in _parts(trainer, name=name):
         missing = -len(part) % step
-        if name == "eval" and _is_trl(trainer):
+        if not len(part):
+            yield f"{name}_dataset has no row: give it another, or leave it out"
+        elif trainer.args.world_size == 1:
+            continue
+        elif name == "eval" and _is_trl(trainer):
             # TRL takes the mean over batches after accelerate has left out the repeated rows.
-            if all(label == IGNORE_INDEX for label in part[len(part) - 1]["labels"]):
+            last = part[len(part) - 1]
+            labels = last.labels if isinstance(last, PackedBuffer) else last.get("labels")
+            if labels is not None and all(label == IGNORE_INDEX for label in labels):
                 yield (
                     "eval_dataset has empty rows, which TRL would count as a loss of 0: give it "
                     "load_from_disk(…) without whole_steps"
@@ -184,10 +190,11 @@ def _parts(trainer: Any, *, name: str) -> list[Any]:
 
 def _model(trainer: Any, *, name: str) -> Iterator[str]:
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
-    positions = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    config = trainer.model.config.get_text_config()
     for part in (inner for outer in _parts(trainer, name=name) for inner in _within(outer)):
         if isinstance(part, PackedDataset):
-            yield from misfits(part.shards, vocabulary=vocabulary, positions=positions)
+            tail = part.capacity if part.fixed_shape else 0
+            yield from misfits(part.shards, vocabulary=vocabulary, config=config, tail=tail)
             continue
         least, largest, longest = _extremes(part)
         if least < 0:
@@ -197,11 +204,7 @@ def _model(trainer: Any, *, name: str) -> Iterator[str]:
                 f"{name}_dataset holds ids up to {largest}, the model has {vocabulary} words: pack with the "
                 "model's own tokenizer, or give the model more (resize_token_embeddings)"
             )
-        if positions is not None and longest > positions:
-            yield (
-                f"{name}_dataset has examples of {longest} tokens, the model takes {positions} positions: "
-                f"pack with --capacity {positions} or less"
-            )
+        yield from too_long(config, holder=f"{name}_dataset", longest=longest, tail=0)
 
 
 _WRAPPERS = ("Subset", "ConcatDataset")

@@ -1,7 +1,9 @@
 """What all tests share: Hypothesis profiles and the way to the shared real data."""
 
 import os
+import shutil
 import signal
+import tempfile
 
 # Before torch comes in, and for the processes that tests start: several torch processes on two cores, each
 # with two spinning threads, made tiny models 20 to 50 times slower.
@@ -20,6 +22,18 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path(os.environ.get("PADFREE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives what libraries and processes of the tests leave behind a folder that goes away at the end.
+
+    torchrun keeps its logs, torch makes a folder for compiled layers when it is imported, and what is killed
+    with a temporary folder leaves it. pytest's own stay where they were. A short path: sockets lie there.
+    """
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="padfree-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,7 +16,6 @@ from typing import Any
 
 from training.errors import PadfreeError, Signalled
 from training.faults import HUNG, SIGNALLED
-from training.launch import leave
 
 COMMANDS = ("run", "check", "export", "plot")
 STATUSES = (
@@ -136,4 +135,9 @@ def _local_rank() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    status = main()
+    if "torch" in sys.modules:
+        from training.launch import leave
+
+        leave(status)
+    sys.exit(status)

@@ -390,9 +390,16 @@ def _model_metadata(checkpoint: Path) -> dict[str, Any]:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
-        "model": saved_part(model.state_dict()),
+        "model": saved_part(_once(model.state_dict(), model)),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT),
     }
+
+
+def _once(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A model's state without the second names of its parameters, as a tied head's."""
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    again = every - {name for name, _ in model.named_parameters()}
+    return {name: value for name, value in state.items() if name not in again}
 
 
 def _all(directory: Path) -> list[Path]:

@@ -6,7 +6,7 @@
     config = "tiny-qwen3_5"
 
 An unknown key, a value of another type and a value out of range are errors that name the nearest
-known key or the law. `to_toml` writes the resolved configuration, defaults included.
+known key or the law. `to_toml` writes the resolved configuration, defaults included and marked.
 """
 
 from __future__ import annotations
@@ -266,10 +266,14 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration as TOML: `load` of it gives an equal one."""
+    """The resolved configuration as TOML, defaults marked: `load` of it gives an equal one."""
     lines = []
     for section, values in dataclasses.asdict(config).items():
-        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""]
+        lines.append(f"[{section}]")
+        for key, value in values.items():
+            mark = "  # default" if value == SETTINGS[f"{section}.{key}"].default else ""
+            lines.append(f"{key} = {json.dumps(value)}{mark}")
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,8 +32,8 @@ PEAK = {"H200": 989.4e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12, "L4
 WRITTEN_PER_S = 10**9
 """Bytes of a checkpoint that a machine writes in a second to a disk that machines share: an assumption."""
 
-MEMINFO, CGROUP, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-"""Where Linux says how much memory is available, which control groups we are in, and what those may take."""
+MEMINFO, CGROUP, MOUNTS = (Path(f"/proc/{name}") for name in ("meminfo", "self/cgroup", "self/mountinfo"))
+"""Where Linux says how much memory is available, which control groups we are in, and where those are."""
 
 RECURRENCES: Mapping[str, Callable[[Any], int]] = {
     recurrence.DELTA_RULE: lambda layer: 6 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim,
@@ -330,20 +332,32 @@ def free_memory() -> int | None:
 def _limits() -> Iterator[int]:
     """Bytes that the control groups around this process may hold: a container's, a Slurm job's.
 
-    Source: cgroups(7); a line is "0::/PATH" for version 2, "NUMBER:memory:/PATH" for version 1.
+    Source: cgroups(7), a line is "0::/PATH" for version 2, "NUMBER:cpu,memory:/PATH" for version 1; and
+    proc_pid_mountinfo(5), a line is "… ROOT PLACE … - cgroup SOURCE rw,cpu,memory".
     """
     with suppress(OSError, ValueError):  # a system without groups, or with a file that says something else
+        mounts = [line.partition(" - ") for line in MOUNTS.read_text().splitlines()]
         for line in CGROUP.read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            if not kinds:
-                group, name = CGROUPS / path.lstrip("/"), "memory.max"
-            elif "memory" in kinds.split(","):
-                group, name = CGROUPS / "memory" / path.lstrip("/"), "memory.limit_in_bytes"
-            else:
+            if kinds and "memory" not in kinds.split(","):
                 continue
-            for outer in (group, *group.parents):  # within a container the path may be the host's, not here
-                with suppress(OSError, ValueError):  # of the whole machine, or "max"
-                    yield int((outer / name).read_text())
+            wanted, name = ("cgroup", "memory.limit_in_bytes") if kinds else ("cgroup2", "memory.max")
+            for where, _, what in mounts:
+                root, place = map(_unescaped, where.split(" ")[3:5])
+                system, _, options = what.split(" ", 2)
+                below = Path(os.path.relpath(path, root))
+                others = below.parts[:1] == ("..",)  # another group's folder
+                if others or system != wanted or (kinds and "memory" not in options.split(",")):
+                    continue
+                group = place / below
+                for outer in (group, *group.parents):  # in a container the path may be the host's, not here
+                    with suppress(OSError, ValueError):  # of the whole machine, or "max"
+                        yield int((outer / name).read_text())
+
+
+def _unescaped(name: str) -> str:
+    """A path of mountinfo, where a space is a backslash and 040."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), name)
 
 
 def _size(count: int) -> str:

@@ -162,10 +162,9 @@ class TrainingData:
         """Refuses a model that these shards were not made for.
 
         Raises:
-            OptionError: another vocabulary, or more tokens in a buffer than the model has positions.
+            OptionError: another vocabulary, or examples, or a tail, of more tokens than it takes.
         """
-        positions = getattr(config, "max_position_embeddings", None)
-        for problem in misfits(self.shards, vocabulary=config.vocab_size, positions=positions):
+        for problem in misfits(self.shards, vocabulary=config.vocab_size, config=config):
             raise OptionError(problem)
 
     def steps(self, *, accumulation: int) -> Iterator[list[MicroBatch]]:

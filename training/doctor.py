@@ -42,6 +42,7 @@ from training.kernels.families import (
 )
 from training.kernels.handshake import handshake
 from training.kernels.packages import PACKAGES, Package, failures, machine, probe
+from training.launch import tidy
 from training.model import TINY, is_built_in, saved_config
 
 State = Literal["ok", "fail", "refused", "not applicable"]
@@ -567,6 +568,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KernelError as error:
         print(f"padfree: {error}", file=sys.stderr)
         return 2
+    finally:
+        tidy()
 
 
 if __name__ == "__main__":

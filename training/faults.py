@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from training.data import MicroBatch
 from training.errors import OutOfMemory, PeerLost, one_line, writing
+
+if TYPE_CHECKING:  # the command takes its exit statuses from here before it needs torch
+    from training.data import MicroBatch
 
 SIGNALLED = 85
 """Exit status of a run that SIGTERM or Ctrl-C ended after it saved a checkpoint."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -144,6 +146,18 @@ def leave(status: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter would
     atexit._run_exitfuncs()
+    tidy()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def tidy() -> None:
+    """Takes away the temporary folder for compiled layers, which torch makes at its import, if it is empty.
+
+    torch says in the variable where it is. A process that still needs it makes it again.
+    """
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.devnull))
+    if folder.parent == Path(tempfile.gettempdir()):
+        with suppress(OSError):  # not empty, or gone by another rank's hand
+            folder.rmdir()

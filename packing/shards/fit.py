@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from packing.shards.reader import ShardSet
 
@@ -10,16 +11,18 @@ PADDED_VOCABULARY = 2048
 """Models round their vocabulary up, by at most this in the field (gpt-oss: 1,069; Qwen3: 267)."""
 
 
-def misfits(shards: ShardSet, *, vocabulary: int, positions: int | None) -> Iterator[str]:
+def misfits(shards: ShardSet, *, vocabulary: int, config: Any, tail: int | None = None) -> Iterator[str]:
     """Why a model can't train on a shard set, a line each.
 
     A tokenizer may have more words than its model, as long as no id is beyond: Gemma 3's smallest model
     has no row for the image token, the last of 262,145.
 
     Args:
-        shards: Their ids are read, about a second for 250 million, where the manifest does not do.
+        shards: Ids and lengths are read, about a second for 250 million, where the manifest does not do.
         vocabulary: The model's words.
-        positions: The most that it takes; None where it does not say.
+        config: Of the model's text part, a transformers `PretrainedConfig`.
+        tail: Most tokens of the tail that fills a buffer: its capacity, where the buffer is all tail. None
+            takes the shard set's.
     """
     known = shards.vocabulary
     made = "" if known is None else f" was packed with a tokenizer of {known} words"
@@ -31,9 +34,45 @@ def misfits(shards: ShardSet, *, vocabulary: int, positions: int | None) -> Iter
         )
     if known is not None and vocabulary > known + PADDED_VOCABULARY:
         yield f"{shards.path}{made}, the model has {vocabulary} words: pack with the model's own tokenizer"
-    # The tail that fills a buffer is one sequence, of its capacity where the buffer is all tail.
-    if positions is not None and shards.capacity > positions:
+    tail = shards.capacity if tail is None else tail
+    if any(too_long(config, holder="", longest=shards.capacity, tail=tail)):  # else no length is read
+        longest = int(shards.seq_lengths.max())
+        yield from too_long(config, holder=str(shards.path), longest=longest, tail=tail)
+
+
+def too_long(config: Any, *, holder: str, longest: int, tail: int) -> Iterator[str]:
+    """Why examples, or the tail behind them, have more tokens than a model takes, a line each.
+
+    Positions restart with each example and with the tail, in which nothing is trained: it may have more of
+    them than the model takes, as no model that can be bound looks its positions up in a table. But two kinds
+    of rotary embedding choose the frequencies of all tokens by the largest position of the batch.
+
+    Args:
+        config: Of the model's text part.
+        holder: What has the examples, for the line.
+        longest: Tokens of the longest example.
+        tail: Most tokens of a tail; 0 where there is none.
+
+    Source: `dynamic_rope_update` of transformers, 5.17 to 5.24.
+    """
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and longest > most:
         yield (
-            f"{shards.path} has a capacity of {shards.capacity} tokens, the model takes {positions} "
-            f"positions: pack with --capacity {positions} or less"
+            f"{holder} has examples of {longest} tokens, the model takes {most} positions: pack with "
+            f"--capacity {most} or less"
         )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # one for all layers, or one for each type of layer
+        kind = (part.get("rope_type") if isinstance(part, Mapping) else None) or ""
+        if "dynamic" in kind:
+            alike = config.max_position_embeddings
+        elif kind == "longrope":
+            alike = part["original_max_position_embeddings"]
+        else:
+            continue
+        if max(longest, tail) > alike:
+            has = f"examples of {longest} tokens" if longest > alike else f"room for a tail of {tail} tokens"
+            yield (
+                f"{holder} has {has}, and beyond {alike} the model's rotary embedding ({kind}) turns the "
+                f"other examples of a batch otherwise: pack with --capacity {alike} or less"
+            )

@@ -104,6 +104,7 @@ class PartWriter:
         self._examples: tuple[_DigestFile, Any] | None = None
         self._pending_examples: list[pa.Table] = []
         self._digest: str | None = None
+        self._over = ""  # why nothing can be added any more
         with writing(folder):
             self._rejects = _DigestFile(folder / REJECTS)
 
@@ -112,8 +113,10 @@ class PartWriter:
 
         Raises:
             ValueError: it is empty, or breaks a law of `check_buffer`.
+            RuntimeError: the set was finished before, or its block left; so say all that add to it.
             OutputError: the disk refuses.
         """
+        self._check_open()
         if len(buffer) == 0:
             raise ValueError("a buffer holds at least one token")
         check_buffer(buffer, capacity=self._capacity)
@@ -136,6 +139,7 @@ class PartWriter:
         Raises:
             OutputError: the disk refuses.
         """
+        self._check_open()
         self._pending_examples.append(table)
         while sum(map(len, self._pending_examples)) >= _EXAMPLES_ROWS:
             self._write_examples()
@@ -146,6 +150,7 @@ class PartWriter:
         Raises:
             OutputError: the disk refuses.
         """
+        self._check_open()
         with writing(self._rejects.path):
             for row in rows:
                 self._rejects.write(json.dumps(row, allow_nan=False).encode() + b"\n")
@@ -153,6 +158,7 @@ class PartWriter:
 
     def part(self, name: str) -> PartWriter:
         """A writer for a shard set inside this one, as DIR/eval; finish it first."""
+        self._check_open()
         folder = self._folder / name
         with writing(folder):
             folder.mkdir()
@@ -174,8 +180,10 @@ class PartWriter:
         Raises:
             OutputError: the disk refuses.
         """
+        self._check_open()
         if open_parts := [name for name, part in self._parts.items() if part._digest is None]:
             raise RuntimeError(f"finish the part {open_parts[0]!r} first")
+        self._over = "was finished"
         with writing(self._folder):
             if self._shard_buffers or not self._contents["buffers"]:
                 self._close_shard()
@@ -203,6 +211,13 @@ class PartWriter:
                 (self._folder / RUN).write_bytes(sealed(run))
             (self._folder / MANIFEST).write_bytes(manifest)
         self._digest = json.loads(manifest)["digest"]
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise RuntimeError(
+                f"this shard set {self._over}, so nothing can be added: write all of it before `finish`, in "
+                "the block of its ShardWriter"
+            )
 
     def _known_fingerprint(self) -> dict[str, Any]:
         return dict(self._fingerprint() if callable(self._fingerprint) else self._fingerprint)
@@ -294,6 +309,7 @@ class PartWriter:
 
     def _abandon(self) -> None:
         """Closes what is open, so that the folder can go."""
+        self._over = self._over or "was left"
         for part in self._parts.values():
             part._abandon()
         self._thread.shutdown()

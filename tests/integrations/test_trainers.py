@@ -311,18 +311,18 @@ def test_a_model_that_the_shards_were_not_made_for_is_refused_by_name(
     shards = trainer.train_dataset.shards
     trainer.model.resize_token_embeddings(shards.vocabulary + 2048)  # as models that round up
     check_trainer(trainer)
-    trainer.model.config.max_position_embeddings = shards.capacity - 1
-    with pytest.raises(OptionError, match=f"takes {shards.capacity - 1} positions: pack with --capacity"):
-        check_trainer(trainer)
     rows = datasets.load_from_disk(str(tmp_path / "shards"))
     longest = max(length for lengths in rows["seq_lengths"] for length in lengths)  # positions restart
     assert longest < max(map(len, rows["input_ids"]))
-    trainer.train_dataset = rows
-    trainer.model.config.max_position_embeddings = longest
-    check_trainer(trainer)
-    trainer.model.config.max_position_embeddings = longest - 1
-    with pytest.raises(OptionError, match=f"examples of {longest} tokens, the model takes {longest - 1} pos"):
+    for whole in (PackedDataset(tmp_path / "shards"), rows):
+        trainer.train_dataset = whole
+        trainer.model.config.max_position_embeddings = longest
         check_trainer(trainer)
+        trainer.model.config.max_position_embeddings = longest - 1
+        with pytest.raises(
+            OptionError, match=f"examples of {longest} tokens, the model takes {longest - 1} "
+        ):
+            check_trainer(trainer)
     for whole in (PackedDataset(tmp_path / "shards"), rows):
         trainer.train_dataset = torch.utils.data.ConcatDataset([torch.utils.data.Subset(whole, range(1))])
         with pytest.raises(OptionError, match=f"takes {longest - 1} positions"):
@@ -331,6 +331,33 @@ def test_a_model_that_the_shards_were_not_made_for_is_refused_by_name(
     trainer.model.resize_token_embeddings(shards.vocabulary + 2049)
     with pytest.raises(OptionError, match=f"of {shards.vocabulary} words, the model has .* own tokenizer"):
         check_trainer(trainer)
+
+
+def test_a_tail_that_would_turn_the_examples_is_refused_by_name(
+    data: Any, make_trainer: Callable[..., transformers.Trainer]
+) -> None:
+    """Where the rotary embedding looks at a batch's longest, a data set's own tail counts, if it has one."""
+    shards = open_shards(data.shards)
+    longest, capacity = int(shards.seq_lengths.max()), shards.capacity
+    trainer = make_trainer()
+    config = trainer.model.config
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for dataset, enough, found in (
+        (PackedDataset(shards), capacity, f"room for a tail of {capacity} tokens"),
+        (
+            PackedDataset(shards, capacity=capacity + 9),
+            capacity + 9,
+            f"room for a tail of {capacity + 9} tok",
+        ),
+        (PackedDataset(shards, fixed_shape=False), longest, f"examples of {longest} tokens"),
+        (datasets.load_from_disk(str(data.shards)), longest, f"examples of {longest} tokens"),
+    ):
+        trainer.train_dataset = dataset
+        config.max_position_embeddings = enough
+        check_trainer(trainer)
+        config.max_position_embeddings = enough - 1
+        with pytest.raises(OptionError, match=found):
+            check_trainer(trainer)
 
 
 def test_an_id_below_zero_is_refused_by_name(make_trainer: Callable[..., transformers.Trainer]) -> None:
@@ -399,6 +426,44 @@ def test_empty_rows_in_trl_s_evaluation_are_refused_by_name(
     trainer.eval_dataset = rows
     check_trainer(trainer)
     trainer.eval_dataset = whole_steps(rows, multiple_of=2)
+    with pytest.raises(OptionError, match="eval_dataset has empty rows"):
+        check_trainer(trainer)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_data_set_without_a_row_is_refused_by_name(
+    ranks: int,
+    data: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    make_trainer: Callable[..., transformers.Trainer],
+) -> None:
+    """To train on or one of several to evaluate on, of datasets or of torch, in TRL too: one line."""
+    right = PackedDataset(data.shards, multiple_of=16)
+    rows = datasets.load_from_disk(str(data.shards))
+    trainer, trl = make_trainer(train_dataset=right), make_trainer(train_dataset=right)
+    monkeypatch.setattr("packing.trainers._is_trl", lambda trainer: trainer is trl)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", ranks)
+    for empty in (rows.select([]), torch.utils.data.Subset(right, []), []):
+        for one in (trainer, trl):
+            for name, value in (("train", empty), ("eval", empty), ("eval", {"none": empty, "some": right})):
+                one.train_dataset, one.eval_dataset = right, None
+                setattr(one, f"{name}_dataset", value)
+                with pytest.raises(OptionError, match=f"{name}_dataset has no row"):
+                    check_trainer(one)
+
+
+def test_trl_s_evaluation_is_looked_at_whatever_its_rows_are(
+    data: Any, monkeypatch: pytest.MonkeyPatch, make_trainer: Callable[..., transformers.Trainer]
+) -> None:
+    """Rows without labels, of which TRL trains every token, pass; an empty buffer of a PackedDataset not."""
+    rows = datasets.load_from_disk(str(data.shards / "eval")).remove_columns("labels")
+    trainer = make_trainer(train_dataset=PackedDataset(data.shards, multiple_of=16), eval_dataset=rows)
+    monkeypatch.setattr("packing.trainers._is_trl", lambda _: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    check_trainer(trainer)
+    trainer.eval_dataset = PackedDataset(data.shards, multiple_of=2)
     with pytest.raises(OptionError, match="eval_dataset has empty rows"):
         check_trainer(trainer)
 

@@ -777,6 +777,37 @@ def test_a_run_that_is_killed_leaves_nothing_that_looks_whole(
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_the_temporary_folder_is_left_as_it_was(tmp_path, long_input):
+    """By each verb that works with files, and by bench when Ctrl-C comes amid its work; workers included."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = os.environ | {"TMPDIR": str(temporary)}
+
+    def start(*words):
+        return subprocess.Popen(
+            [*COMMAND, *map(str, words)], stdout=subprocess.DEVNULL, env=env, start_new_session=True
+        )
+
+    shards = tmp_path / "shards"
+    for words in (
+        pack_words(CHATS, shards, "--capacity", 1024, "--workers", 2),
+        ("verify", shards),
+        ("unpack", shards, "--out", tmp_path / "examples.jsonl"),
+        ("template", TOKENIZER),
+        ("bench", CHATS, "--tokenizer", TOKENIZER),
+    ):
+        assert start(*words).wait(timeout=120) == 0, words
+        assert os.listdir(temporary) == [], words
+    process = start("bench", long_input, "--tokenizer", TOKENIZER)
+    try:
+        wait_for(lambda: list(temporary.rglob("rejects.jsonl")))
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+    assert os.listdir(temporary) == []
+
+
 @pytest.mark.parametrize(
     ("number", "status", "says"),
     [

@@ -776,3 +776,28 @@ def test_what_a_writer_refuses(tmp_path: Path) -> None:
         set_.part("eval")
         with pytest.raises(RuntimeError, match="finish the part 'eval' first"):
             set_.finish({})
+
+
+def test_nothing_is_added_to_a_set_that_is_over(tmp_path: Path) -> None:
+    """After `finish`, or left without: adding is refused in every way, and the finished set stays whole."""
+    buffer = buffers([[3]])[0]
+    table = pa.table({"example": pa.array([99], pa.int64())})
+    for end in ("finished", "left"):
+        with ShardWriter(tmp_path / end, capacity=64, fingerprint={}) as set_:
+            part = set_.part("eval")
+            fill(part, [[5]])
+            if end == "finished":
+                fill(set_, BINS)
+        for add in (
+            lambda writer: writer.write(buffer),
+            lambda writer: writer.add_examples(table),
+            lambda writer: writer.add_rejects([{"line": 1}]),
+            lambda writer: writer.part("more"),
+            lambda writer: writer.finish({}),
+        ):
+            with pytest.raises(RuntimeError, match=f"this shard set was {end}, so nothing"):
+                add(set_)
+            with pytest.raises(RuntimeError, match="this shard set was finished, so nothing"):
+                add(part)
+    verify(tmp_path / "finished")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["finished"]

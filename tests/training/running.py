@@ -38,13 +38,14 @@ def losses(run: Path, kind: str = "train") -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == kind}
 
 
-def launch(words: list[str], *torchrun: str, faults: str = "") -> "subprocess.Popen[str]":
+def launch(words: list[str], *torchrun: str, faults: str = "", **variables: str) -> "subprocess.Popen[str]":
     """The command in a process of its own, under torchrun where it gets options.
 
     Args:
         words: Of the command.
         torchrun: Options.
         faults: What is to break in which life, see `faulty_worker.py`.
+        variables: Of its environment.
     """
     what = [str(Path(__file__).with_name("faulty_worker.py"))] if faults else ["-m", "training"]
     before = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
@@ -53,7 +54,7 @@ def launch(words: list[str], *torchrun: str, faults: str = "") -> "subprocess.Po
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"FAULTS": faults, "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"FAULTS": faults, "PYTHONUNBUFFERED": "1"} | variables,
     )
 
 

@@ -39,6 +39,24 @@ def test_resolved_configuration_is_a_configuration(tmp_path: Path) -> None:
     assert load(written(tmp_path, to_toml(config))) == config
 
 
+def test_the_resolved_configuration_says_what_is_a_default(tmp_path: Path) -> None:
+    """All settings are marked but those that were chosen, where they differ from the default."""
+    chosen = ["optim.lr=3e-4", "run.dir=out", "run.loggers=['wandb']", "optim.clip=1", "model.freeze=['a#b']"]
+    text = to_toml(load(written(tmp_path, MINIMAL), overrides=chosen))
+    assert [
+        line for line in text.splitlines() if line[:1] not in ("", "[") and "  # default" not in line
+    ] == [
+        'dir = "out"',
+        'loggers = ["wandb"]',
+        'shards = "shards"',
+        'config = "tiny-qwen3_5"',
+        'freeze = ["a#b"]',
+        "lr = 0.0003",
+    ]
+    assert "\nclip = 1.0  # default\n" in text
+    assert text.count("  # default\n") == len(SETTINGS) - 6
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -268,31 +268,69 @@ def test_too_little_memory_is_foreseen(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert found(None, "cpu") == []
 
 
+V1, V2 = "memory.limit_in_bytes", "memory.max"
+
+
 @pytest.mark.parametrize(
-    ("line", "folder", "name"),
+    ("groups", "mounts", "file"),
     [
-        ("0::/", "", "memory.max"),  # in a container with a name space of its own
-        ("0::/kubepods/pod1", "", "memory.max"),  # and in one without
-        ("0::/slurm/job_7/step_0", "slurm/job_7", "memory.max"),
-        ("9:cpu:/\n4:hugetlb,memory:/slurm/job_7\n0::/", "memory/slurm/job_7", "memory.limit_in_bytes"),
-        ("4:memory:/docker/5\n0::/", "memory", "memory.limit_in_bytes"),
+        # version 2, in a container with a name space of its own, in one without, and in a Slurm job
+        ("0::/", "/ {}/cgroup rw - cgroup2 cgroup rw,nsdelegate", f"cgroup/{V2}"),
+        ("0::/kubepods/pod1", "/ {}/cgroup rw - cgroup2 cgroup rw", f"cgroup/{V2}"),
+        ("0::/kube/pod1/a", "/kube/pod1 {}/cgroup rw shared:9 master:2 - cgroup2 none rw", f"cgroup/a/{V2}"),
+        ("0::/slurm/job_7/step_0", "/ {}/cgroup rw - cgroup2 cgroup rw", f"cgroup/slurm/job_7/{V2}"),
+        # mounted from outside of our name space, of which it is an ancestor
+        ("0::/", "/../.. {}/cgroup rw - cgroup2 cgroup rw", f"cgroup/{V2}"),
+        # version 1: alone, under a joint name, anywhere, as a container's part
+        (
+            "4:memory:/docker/5",
+            "/docker/5 {}/cgroup/memory rw - cgroup cgroup rw,memory",
+            f"cgroup/memory/{V1}",
+        ),
+        ("4:cpu,memory:/job", "/ {}/cpu,memory rw - cgroup cgroup rw,cpu,memory", f"cpu,memory/job/{V1}"),
+        ("9:cpu:/\n4:hugetlb,memory:/job", "/ {}/m rw - cgroup none rw,memory,hugetlb", f"m/{V1}"),
+        ("4:memory:/a\\x2db c", "/a\\134x2db\\040c {}/my\\040own rw - cgroup c rw,memory", f"my own/{V1}"),
+        # hybrid: version 2 beside, without the controller
+        (
+            "4:memory:/job\n0::/user",
+            "/ {0}/unified rw - cgroup2 cgroup2 rw\n/ {0}/memory rw - cgroup cgroup rw,memory",
+            f"memory/job/{V1}",
+        ),
     ],
 )
 def test_a_control_group_s_limit_counts(
-    line: str, folder: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    groups: str, mounts: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tightest limit of this process's groups and those around them, of either version of Linux's."""
-    for what in ("MEMINFO", "CGROUP", "CGROUPS"):
+    """The tightest limit of this process's groups and those around them, wherever they are mounted."""
+    for what in ("MEMINFO", "CGROUP", "MOUNTS"):
         monkeypatch.setattr(cost, what, tmp_path / what)
     cost.MEMINFO.write_text("MemAvailable: 2000 kB\n")
     assert cost.free_memory() == 2000 * 1024
-    cost.CGROUP.write_text(f"{line}\n")
-    group = cost.CGROUPS / folder
-    group.mkdir(parents=True)
+    cost.CGROUP.write_text(f"{groups}\n")
+    assert cost.free_memory() == 2000 * 1024
+    others = f"23 28 0:21 / {tmp_path}/proc rw - proc proc rw\n24 28 0:22 / /cpu rw - cgroup cgroup rw,cpu\n"
+    lines = mounts.format(tmp_path).splitlines()
+    cost.MOUNTS.write_text(others + "".join(f"3{i} 25 0:2{i} {line}\n" for i, line in enumerate(lines)))
+    limited = tmp_path / file
+    limited.parent.mkdir(parents=True)
     assert cost.free_memory() == 2000 * 1024
     for limit, free in (("max\n", 2000 * 1024), (f"{2**63 - 4096}\n", 2000 * 1024), ("12345\n", 12345)):
-        (group / name).write_text(limit)
+        limited.write_text(limit)
         assert cost.free_memory() == free
+
+
+def test_another_control_group_s_limit_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of somebody else's group that is mounted here says nothing of what this process may take."""
+    for what in ("MEMINFO", "CGROUP", "MOUNTS"):
+        monkeypatch.setattr(cost, what, tmp_path / what)
+    cost.MEMINFO.write_text("MemAvailable: 2000 kB\n")
+    cost.CGROUP.write_text("0::/docker/mine\n")
+    cost.MOUNTS.write_text(f"30 25 0:20 /docker/other {tmp_path}/theirs rw - cgroup2 cgroup rw\n")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / V2).write_text("12345\n")
+    assert cost.free_memory() == 2000 * 1024
 
 
 def test_a_checkpoint_that_torchrun_would_cut_off_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """How ranks meet, and runs that torchrun starts again or starts from two machines."""
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -14,14 +16,15 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from running import command, launch, losses
+from running import command, launch, losses, wait_for
 from torch.distributed import HashStore
 
 from training.__main__ import main
 from training.checkpoint import Saver, newest
 from training.config import Checkpoint
 from training.errors import Unmet
-from training.launch import fresh
+from training.faults import SIGNALLED
+from training.launch import fresh, tidy
 
 SHORT = timedelta(seconds=0.2)
 LONG = timedelta(seconds=20)
@@ -208,3 +211,39 @@ def test_a_thread_amid_torch_ends_no_process_by_force() -> None:
     """
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, "terminate" in done.stderr) == (3, "said closed\n", False)
+
+
+def test_the_temporary_folder_is_left_as_it_was(
+    words: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a run that Ctrl-C stops, by two ranks whose torchrun got a folder for its logs."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch wrote this process's own there
+    process = launch(words(run="stopped"), TMPDIR=str(temporary))
+    wait_for(2, run=tmp_path / "stopped", process=process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == SIGNALLED, output
+    assert os.listdir(temporary) == []
+    few = ("schedule.steps=2", "schedule.warmup=0")
+    process = launch(words(*few, run="two"), *TWO, "--log-dir", str(tmp_path / "logs"), TMPDIR=str(temporary))
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert os.listdir(temporary) == []
+
+
+def test_only_an_empty_folder_of_torch_s_own_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What holds compiled layers stays, and so does a folder that somebody chose elsewhere."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    empty, full, chosen = tmp_path / "torchinductor_me", tmp_path / "torchinductor_you", tmp_path / "my/own"
+    for folder in (empty, full / "fxgraph", chosen):
+        folder.mkdir(parents=True)
+    for folder in (empty, empty, full, chosen):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        tidy()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    tidy()
+    assert [folder.exists() for folder in (empty, full, chosen)] == [False, True, True]

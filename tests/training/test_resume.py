@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from running import launch, losses
 from tiny_shards import VOCABULARY, some_shards
 
 from training.__main__ import main
-from training.checkpoint import newest
+from training.checkpoint import model_sizes, newest, read_model
 from training.kernels.families import FAMILIES, tiny_config
 from training.metrics import read
 
@@ -81,6 +82,33 @@ def test_dropout_goes_on_in_the_same_split_alone(
     accepted = ("--resume", "--dry-run", "--accept", "data.accumulation")
     assert main(words(*here, *other, flags=accepted)) == 0
     assert main(words(*here, flags=("--resume", "--dry-run"))) == 0
+
+
+def test_a_tied_head_is_stored_once_and_one_stored_twice_still_goes_on(
+    words: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is the embedding, so under one name; from a checkpoint of before, which has both, the same.
+
+    In all three the losses and the last weights are those of a run that was never stopped, bit for bit.
+    """
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    assert main(words("run.steps=4", run="whole")) == 0
+    whole = saved(tmp_path / "whole")
+    names = list(model_sizes(whole))
+    assert embedding in names
+    assert head not in names
+    for run in ("now", "before"):
+        with monkeypatch.context() as patch:
+            if run == "before":
+                patch.setattr("training.checkpoint._once", lambda state, _: state)
+            assert main(words("run.steps=2", run=run)) == 0
+        assert (head in model_sizes(saved(tmp_path / run))) == (run == "before")
+        assert main(words("run.steps=4", run=run, flags=("--resume",))) == 0
+        last = saved(tmp_path / run)
+        assert list(model_sizes(last)) == names
+        assert losses(tmp_path / run) == losses(tmp_path / "whole")
+        one, other = read_model(last, names), read_model(whole, names)
+        assert all(torch.equal(one[name], other[name]) for name in names)
 
 
 def saved(run: Path) -> Path:

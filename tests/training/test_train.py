@@ -239,13 +239,9 @@ def test_bad_data_is_refused(
     refused(words(f"data.shards={large}", "eval.every=1"), capsys, "has no part 'eval'", untouched=run)
     (tmp_path / "small.json").write_text(tiny_qwen3(vocab_size=90).to_json_string(use_diff=False))
     (tmp_path / "huge.json").write_text(tiny_qwen3(vocab_size=97 + 2049).to_json_string(use_diff=False))
-    (tmp_path / "short.json").write_text(
-        tiny_qwen3(max_position_embeddings=63).to_json_string(use_diff=False)
-    )
     for name, parts in {
         "small.json": ("97 words and holds ids up to 96", "the model has 90", "own tokenizer"),
         "huge.json": ("97 words", "the model has 2146", "own tokenizer"),
-        "short.json": ("capacity of 64", "takes 63 positions", "--capacity 63"),
     }.items():
         refused(words(f"model.config={tmp_path / name}"), capsys, *parts, untouched=run)
     damaged = some_shards(tmp_path / "damaged")
@@ -254,6 +250,59 @@ def test_bad_data_is_refused(
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     refused(words(f"data.shards={damaged}"), capsys, "data-00000.arrow", "damaged")
+
+
+def test_a_model_has_positions_for_each_example_and_the_tail_where_it_counts(
+    words: Callable[..., list[str]], tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Positions restart with each example, so a buffer may have more tokens than a model takes.
+
+    One less than the longest example has is refused. So is the tail where the rotary embedding is "dynamic";
+    then too for the held-out part, whose examples are as long as they were packed.
+    """
+    longest = int(open_shards(shards).seq_lengths.max())
+    assert longest < CAPACITY
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for positions, more, parts in (
+        (longest, {}, ()),
+        (longest - 1, {}, (f"examples of {longest} tokens, the model takes {longest - 1} positions: pack",)),
+        (CAPACITY, {"rope_parameters": rope}, ()),
+        (
+            CAPACITY - 1,
+            {"rope_parameters": rope},
+            ("tail of 64 tokens, and beyond 63", "--capacity 63 or less"),
+        ),
+    ):
+        config = tiny_qwen3(max_position_embeddings=positions, **more)
+        (tmp_path / "model.json").write_text(config.to_json_string(use_diff=False))
+        for flags in (("--dry-run",), ()):
+            command = words(
+                f"model.config={tmp_path / 'model.json'}",
+                "run.steps=1",
+                flags=flags,
+                run=f"run-{positions}",
+            )
+            if parts:
+                refused(command, capsys, *parts, untouched=tmp_path / f"run-{positions}")
+            else:
+                assert main(command) == 0
+    held_out = write_shards(
+        tmp_path / "held-out", train=[examples(2, most=6)], held_out=[examples(3, most=25, seed=4)]
+    )
+    longest = int(open_shards(held_out / "eval").seq_lengths.max())
+    (tmp_path / "model.json").write_text(
+        tiny_qwen3(max_position_embeddings=longest - 1).to_json_string(use_diff=False)
+    )
+    command = words(f"model.config={tmp_path / 'model.json'}", f"data.shards={held_out}", "run.steps=1")
+    assert main(command) == 0
+    refused(
+        words(
+            f"model.config={tmp_path / 'model.json'}", f"data.shards={held_out}", "eval.every=1", run="other"
+        ),
+        capsys,
+        f"eval has examples of {longest} tokens",
+        untouched=tmp_path / "other",
+    )
 
 
 def test_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
