@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="or a run directory: its newest")
     export.add_argument("out", metavar="OUT")
     export.add_argument("--tokenizer", metavar="DIR", help="directory whose tokenizer is copied")
-    export.add_argument("--dtype", metavar="DTYPE", help="bfloat16, float16 or float32; else as stored")
+    export.add_argument(
+        "--dtype", metavar="DTYPE", help="bfloat16, float16 or float32; else the checkpoint's"
+    )
     plot = commands.add_parser("plot", help="draw a run's loss, speed and learning rate")
     plot.add_argument("run", metavar="RUN", help="run directory")
     plot.add_argument("--out", metavar="FILE", help="default: RUN/metrics.svg")

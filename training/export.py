@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from training import checkpoint
 from training.errors import InputError, OptionError, OutputError, writing
-from training.files import TRAINER, check_digests, tensor_sizes, weights_digest
+from training.files import INDEX, TRAINER, check_digests, tensor_sizes, weight_files, weights_digest
 from training.lora import exported_name, write_config
-from training.model import skeleton
-from training.weights import INDEX, default_names, match_weights, weight_files
+from training.model import saved_config, skeleton
+from training.weights import default_names, match_weights, tied_names
 
 T = TypeVar("T")
 FILE_BYTES = 4 * 2**30
@@ -42,44 +44,61 @@ def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | 
         source: A checkpoint, or a run directory, whose newest is taken.
         out: Directory to make; it appears when it is whole.
         tokenizer: Directory whose tokenizer files are copied; None takes those of the starting weights.
-        dtype: Of the weights: "bfloat16", "float16", "float32"; None as they are stored.
+        dtype: Of the weights: "bfloat16", "float16", "float32"; None as the checkpoint has them.
 
     Returns:
         A line that says what was written, and whether the tokenizer is missing.
 
     Raises:
-        InputError: no checkpoint, or no tokenizer there, or other weights where the run began.
+        InputError: no checkpoint, or no tokenizer there, or other weights or none where the run began.
         ResumeError: the checkpoint is damaged.
         OutputError: the output is there already, or the system refuses.
-        OptionError: no such dtype.
+        OptionError: no such dtype, or one that can't hold a weight.
     """
     place = _checkpoint(Path(source))
     trainer = checkpoint.read_trainer(place)
-    began = trainer["config"]["model"]["weights"]
-    if (found := weights_digest(began)) and found != trainer["base"]:
-        raise InputError(
-            f"{began} holds other weights than those that the run began from, on which its export builds: "
-            "put them there again"
-        )
+    if began := trainer["config"]["model"]["weights"]:
+        _check_start(began, trainer=trainer)
     check_digests(place)
     if dtype not in (None, "bfloat16", "float16", "float32"):
         raise OptionError(f"--dtype {dtype} is none of bfloat16, float16, float32")
     if tokenizer is not None and not (Path(tokenizer) / _TOKENIZER).exists():
         raise InputError(f"{tokenizer}: no {_TOKENIZER}; give a directory that holds a tokenizer")
-    target, beside = Path(out), Path(out).with_name(f".{Path(out).name}.partial")
-    if target.exists():
+    target = Path(out)
+    if target.exists() or not target.name:
         raise OutputError(f"{target} exists: choose another name, or remove it")
+    beside = target.with_name(f".{target.name}.partial")
     with writing(target):
-        tensors, size = _write(place, beside, trainer=trainer, dtype=dtype)
-        if tokenizer is not None:
-            _copy_small(Path(tokenizer), beside, but=_NOT_THE_TOKENIZERS)
-        os.replace(beside, target)
+        try:
+            written = _write(place, beside, trainer=trainer, dtype=dtype)
+            if tokenizer is not None:
+                _copy_small(Path(tokenizer), beside, but=_NOT_THE_TOKENIZERS)
+            os.replace(beside, target)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
     left_out = "" if (target / _TOKENIZER).exists() else "; no tokenizer copied: add --tokenizer DIR"
-    return f"{place} exported to {target}: {tensors} tensors, {size / 2**30:.2f} GiB{left_out}"
+    return f"{place} exported to {target}: {written}{left_out}"
 
 
-def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str | None) -> tuple[int, int]:
-    """Writes the weights and what lies beside the starting ones; how many tensors, and their bytes."""
+def _check_start(began: str, *, trainer: Mapping[str, Any]) -> None:
+    """The weights that a run began from are there: names come from them, and what was not trained.
+
+    Raises:
+        InputError: others, none, or not their configuration.
+    """
+    if weights_digest(began) != trainer["base"]:
+        here = "" if Path(began).is_absolute() else f" (from {Path.cwd()})"
+        raise InputError(
+            f"{began}{here} does not hold the weights that the run began from, on which its export builds: "
+            "put them there again"
+        )
+    kind, was = saved_config(began).get_text_config().model_type, trainer["model"]["model_type"]
+    if kind != was:
+        raise InputError(f"{began}: config.json is of {kind}, the run is of {was}: put its own there again")
+
+
+def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str | None) -> str:
+    """Writes the weights and what lies beside the starting ones; says what that is."""
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
 
@@ -90,7 +109,7 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
         return _write_adapter(place, beside, lora=lora, weights=weights, cast=cast)
     began = Path(trainer["config"]["model"]["weights"] or os.devnull)
     config = AutoConfig.for_model(**trainer["model"])
-    if (began / "config.json").exists():
+    if trainer["config"]["model"]["weights"]:
         _copy_small(began, beside)
     else:
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
@@ -99,7 +118,7 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
     model = skeleton(config, precision="fp32")
     original = {file: tensor_sizes(file) for file in weight_files(began)}
     names = match_weights(model, str(began)) if original else default_names(model)
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    tied = tied_names(model)
     files = _Files(beside, cast=cast)
     sizes = checkpoint.model_sizes(place)
     kept = {name: key for name, key in names.as_they_are.items() if name not in tied}
@@ -109,7 +128,8 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
     for several in _groups({made: sum(sizes[name] for name in targets[made]) for made in names.made}):
         values = checkpoint.read_model(place, [name for made in several for name in targets[made]])
         files.add({key: value for made in several for key, value in made.revert(model, values).items()})
-    taken = tied | names.stored()
+    _say_dtype(beside / "config.json", files.dtype)
+    taken = names.stored()
     for file, others in original.items():  # what training left alone
         with safe_open(file, framework="pt") as stored:
             for left in _groups({name: size for name, size in others.items() if name not in taken}):
@@ -119,23 +139,67 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
 
 def _write_adapter(
     place: Path, beside: Path, *, lora: Mapping[str, Any], weights: str, cast: torch.dtype | None
-) -> tuple[int, int]:
+) -> str:
     if not weights:
         raise InputError(f"{place} holds adapters of random weights, which no export could be added to")
     write_config(lora, weights=weights, out=beside)
+    whole = _opened(weights)
     stored = checkpoint.read_model(place, list(checkpoint.model_sizes(place)))
-    tensors = {exported_name(name): value for name, value in stored.items()}
-    return len(tensors), _save(tensors, beside / "adapter_model.safetensors", cast=cast)
+    tensors = {exported_name(name, model=whole): value for name, value in stored.items()}
+    size = sum(value.nbytes for value in _save(tensors, beside / "adapter_model.safetensors", cast=cast))
+    return f"{len(tensors)} tensors for {type(whole).__name__}, {size / 2**20:.2f} MiB"
 
 
-def _save(tensors: Mapping[str, Tensor], file: Path, *, cast: torch.dtype | None) -> int:
-    """Writes one file of the export; how many bytes its tensors have."""
-    ready = {key: (value.to(cast) if cast else value).contiguous() for key, value in tensors.items()}
+def _opened(weights: str) -> PreTrainedModel:
+    """On meta, what users open: AutoModelForCausalLM's class where it knows one, or config.json's."""
+    config = saved_config(weights)
+    with torch.device("meta"):
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not config.architectures:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        else:
+            model = getattr(transformers, config.architectures[0])(config)
+    return model
+
+
+def _save(tensors: Mapping[str, Tensor], file: Path, *, cast: torch.dtype | None) -> list[Tensor]:
+    """Writes one file of the export; its tensors as they are there."""
+    ready = {key: _cast(value, cast, name=key).contiguous() for key, value in tensors.items()}
     try:
         save_file(ready, file, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OutputError(f"{file}: the system refuses: {error}") from error
-    return sum(value.nbytes for value in ready.values())
+        raise OutputError(
+            f"{file}: the system refuses: {error}; make room, or choose another place"
+        ) from error
+    return list(ready.values())
+
+
+def _cast(value: Tensor, dtype: torch.dtype | None, *, name: str) -> Tensor:
+    """Plain floating numbers in another type; whole ones and quantized ones are left as they are.
+
+    Raises:
+        OptionError: a number is beyond what the type holds.
+    """
+    if dtype is None or value.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return value
+    ready = value.to(dtype)
+    if not ready.isfinite().all() and value.isfinite().all():
+        most = torch.finfo(dtype).max
+        raise OptionError(
+            f"--dtype {dtype}: {name} holds {value.abs().max():g}, beyond its {most:g}: take another"
+        )
+    return ready
+
+
+def _say_dtype(file: Path, dtype: torch.dtype) -> None:
+    """config.json names the type in which transformers opens a model: that of what was trained."""
+    config, name = json.loads(file.read_text("utf-8")), str(dtype).removeprefix("torch.")
+    changed = False
+    for part in (config, config.get("text_config", {})):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key, name) != name:
+                part[key], changed = name, True
+    if changed:
+        file.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def _checkpoint(source: Path) -> Path:
@@ -152,21 +216,29 @@ class _Files:
 
     def __init__(self, folder: Path, *, cast: torch.dtype | None) -> None:
         self._folder, self._cast = folder, cast
-        self._number = self._total = 0
+        self._number = 0
+        self._bytes: Counter[torch.dtype] = Counter()
         self._weight_map: dict[str, str] = {}
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Writes the next file. The caller keeps no name for the tensors, which are then freed at the end."""
         self._number += 1
         name = f"model-{self._number:05d}.safetensors"
-        self._total += _save(tensors, self._folder / name, cast=self._cast)
+        for value in _save(tensors, self._folder / name, cast=self._cast):
+            self._bytes[value.dtype] += value.nbytes
         self._weight_map |= dict.fromkeys(tensors, name)
 
-    def finish(self) -> tuple[int, int]:
-        """Writes the index; how many tensors, and their bytes."""
-        index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of most of what was written so far."""
+        return self._bytes.most_common(1)[0][0]
+
+    def finish(self) -> str:
+        """Writes the index; says how many tensors there are, and their bytes."""
+        total = self._bytes.total()
+        index = {"metadata": {"total_size": total}, "weight_map": self._weight_map}
         (self._folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
-        return len(self._weight_map), self._total
+        return f"{len(self._weight_map)} tensors, {total / 2**30:.2f} GiB"
 
 
 def _groups(sizes: Mapping[T, int]) -> Iterator[list[T]]:
@@ -186,4 +258,8 @@ def _groups(sizes: Mapping[T, int]) -> Iterator[list[T]]:
 def _copy_small(source: Path, target: Path, *, but: tuple[str, ...] = ()) -> None:
     for file in sorted(source.iterdir()):
         if file.suffix in SMALL and file.name not in (INDEX, *but):
-            shutil.copy(file, target / file.name)
+            try:
+                content = file.read_bytes()
+            except OSError as error:
+                raise InputError(f"{file}: can't be read: {error.strerror or error}") from error
+            (target / file.name).write_bytes(content)

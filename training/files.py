@@ -11,13 +11,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from training.errors import InputError, ResumeError, writing
+from training.errors import InputError, ResumeError, one_line, writing
 
 TRAINER = "trainer.json"
 METADATA = ".metadata"  # torch's: which tensor lies where
 TENSORS = "__{}_*.distcp"
 DIGESTS = "digests.json"
 PART = "digests-{}.json"
+INDEX = "model.safetensors.index.json"
 PAGE = 4096
 
 
@@ -101,15 +102,38 @@ def check_digests(checkpoint: Path, *, rank: int = 0, world_size: int = 1) -> No
         _check(checkpoint / name, known)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors that transformers reads: the one file before those that an index names.
+
+    Others may hold a model in another form. Where there is neither, all there are.
+
+    Raises:
+        InputError: the index is damaged, or names a file that is not there.
+    """
+    one, index = folder / "model.safetensors", folder / INDEX
+    if one.exists():
+        return [one]
+    if not index.exists():
+        return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{index}: no index of weights ({one_line(error)}); download it again") from error
+    if absent := [name for name, file in zip(names, files, strict=True) if not file.is_file()]:
+        raise InputError(f"{index} names {absent[0]!r}, which is no file: download it")
+    return files
+
+
 def weights_digest(directory: str) -> str:
-    """Of a directory's safetensors: names, sizes, headers, and of each tensor both ends and the middle.
+    """Of a directory's weights: names, sizes, headers, and of each tensor both ends and the middle.
 
     Whatever was trained differs there; reading all would take as long as loading. "" where there are none.
 
     Raises:
         InputError: one is damaged, or the system refuses to read it.
     """
-    files = sorted(Path(directory).glob("*.safetensors")) if directory else []
+    files = weight_files(Path(directory)) if directory else []
     found = hashlib.sha256()
     for file in files:
         try:
@@ -127,7 +151,7 @@ def weights_digest(directory: str) -> str:
         except SafetensorError as error:
             raise InputError(f"{file}: damaged or cut off: {error}; download it again") from error
         except OSError as error:
-            raise InputError(f"{file}: can't be read: {error.strerror}") from error
+            raise InputError(f"{file}: can't be read: {error.strerror or error}") from error
     return found.hexdigest() if files else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from training.config import Lora
-from training.errors import OptionError
+from training.errors import InputError, OptionError, one_line
 
 _BASE = ".base_layer"
 _ADAPTER = ".default"
@@ -39,7 +40,10 @@ def add_adapters(model: PreTrainedModel, *, lora: Lora) -> None:
             raise OptionError(f"lora.targets: {target} is the head, whose loss is fused: leave it out")
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(config, model, adapter_name=_ADAPTER[1:], low_cpu_mem_usage=True)
+    try:
+        inject_adapter_in_model(config, model, adapter_name=_ADAPTER[1:], low_cpu_mem_usage=True)
+    except ValueError as error:  # PEFT knows of layers whose kernels take their weights past the adapter
+        raise OptionError(f"lora.targets: PEFT refuses ({one_line(error)}): name other layers") from error
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             owner, _, key = name.rpartition(".")
@@ -93,6 +97,15 @@ def write_config(lora: Mapping[str, Any], *, weights: str, out: Path) -> None:
     config.save_pretrained(out)
 
 
-def exported_name(name: str) -> str:
-    """An adapter parameter's name in PEFT's files."""
-    return f"base_model.model.{name.replace(_ADAPTER, '')}"
+def exported_name(name: str, *, model: PreTrainedModel) -> str:
+    """An adapter parameter's name in PEFT's files for a model that may hold the trained one as its text part.
+
+    Raises:
+        InputError: it has no such layer.
+    """
+    layer, half = re.split(r"(?=\.lora_[AB]\.)", name, maxsplit=1)
+    layers = {found for found, _ in model.named_modules()}
+    for own in (layer, layer.replace("model.", "model.language_model.", 1), f"language_model.{layer}"):
+        if own in layers:
+            return f"base_model.model.{own}{half.replace(_ADAPTER, '')}"
+    raise InputError(f"{type(model).__name__} has no {layer}, so no adapter of that name would be taken")

@@ -58,6 +58,8 @@ def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
         hint = "" if model.weights else f"; built in are {', '.join(TINY)}"
         raise InputError(f"{place}: no such file or directory{hint}")
     config = saved_config(place)
+    if model.weights and (other := getattr(config, "transformers_weights", None)):
+        raise InputError(f"{place}: transformers_weights names {other}: call that file model.safetensors")
     text: PretrainedConfig = config.get_text_config()
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"{place}: transformers has no causal language model for {text.model_type}")

@@ -123,6 +123,9 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         )
         operations = work(root.model)
         warnings = list(risks(config, root.model, world=world, capacity=data.capacity, precision=numbers))
+        if stored and stored.left:
+            left = f"{len(stored.left):,} stored tensors are left alone, among them {stored.left[0]}"
+            warnings.insert(0, f"{config.model.weights}: {left}")
         if dry_run:
             if world.chief:
                 bill = itemised(config, root.model, world=world, capacity=data.capacity, precision=numbers)
@@ -136,7 +139,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
         spread(root, config, world, precision=numbers)
         optimizer = make_optimizer(root, optim=config.optim)
         if stored:
-            load_weights(root.model, config.model.weights, stored=stored)
+            load_weights(root.model, stored=stored)
         if saved:
             check_digests(saved, rank=world.rank, world_size=world.size)
             checkpoint.load(saved, model=root.model, optimizer=optimizer)

@@ -9,8 +9,9 @@ holds the whole model.
 from __future__ import annotations
 
 import copy
-import json
+import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,9 +22,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -35,11 +35,15 @@ from transformers.core_model_loading import (
 )
 
 from training.errors import InputError, one_line
+from training.files import weight_files
 from training.lora import is_adapter, own_name
 
-INDEX = "model.safetensors.index.json"
 _PLAIN = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types whose numbers are the weights themselves."""
+_BLOCK = re.compile(r".*?\.[0-9]+\.")
+"""Of a stored name the part up to its layer's number."""
+_RECOMPUTED = (r"rotary_emb\.inv_freq",)
+"""What old checkpoints hold and every model computes itself; transformers leaves it out as well."""
 _ROWS = 4096  # of a matrix that are read at once
 _TWICE = "take away the file or tensor that does not belong to the model"
 _QUANTIZED = "the weights are quantized, and training takes plain ones: give the model's bf16 weights"
@@ -87,54 +91,62 @@ class Stored:
     made: tuple[Made, ...]
     places: Mapping[str, Path] = field(default_factory=dict)
     """The files, by stored name."""
+    left: tuple[str, ...] = ()
+    """Stored tensors that are none of the model's: a vision tower, heads of several tokens."""
 
     def stored(self) -> set[str]:
         """The names of all stored tensors that the model's come from."""
         return {*self.as_they_are.values(), *(key for made in self.made for key in made.sources.values())}
 
 
-def load_weights(model: PreTrainedModel, directory: str, *, stored: Stored) -> None:
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, *, stored: Stored) -> None:
     """Reads safetensors straight into the shards.
 
     Each rank reads its own slices alone; of tensors that are made from others, one after the other, all.
 
     Args:
         model: Sharded.
-        directory: Of the safetensors.
         stored: From `match_weights`.
     """
     state = model.state_dict()
-    wanted = {key: state[name] for name, key in stored.as_they_are.items()}
-    load_tensors(wanted, storage_reader=HuggingFaceStorageReader(directory))
+    by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
+    for name, key in stored.as_they_are.items():
+        by_file[stored.places[key]].append((name, key))
+    for file, tensors in by_file.items():
+        with safe_open(file, framework="pt") as opened:
+            for name, key in tensors:
+                _fill(state[name], opened.get_slice(key))
     for made in stored.made:
-        with ExitStack() as opened:  # not longer: what was read of a mapped file counts as memory in use
-            found = made.convert(model, _reader(stored.places, opened))
+        with ExitStack() as files:  # not longer: what was read of a mapped file counts as memory in use
+            found = made.convert(model, _reader(stored.places, files))
         for name, value in found.items():
             _fill(state[made.targets[name]], value)
 
 
-def _reader(places: Mapping[str, Path], opened: ExitStack) -> Callable[[str], Tensor]:
+def _reader(places: Mapping[str, Path], stack: ExitStack) -> Callable[[str], Tensor]:
     """Reads stored tensors by name; files stay open as long as the stack."""
     files: dict[Path, Any] = {}
 
     def read(key: str) -> Tensor:
         place = places[key]
         if place not in files:
-            files[place] = opened.enter_context(safe_open(place, framework="pt"))
+            files[place] = stack.enter_context(safe_open(place, framework="pt"))
         value: Tensor = files[place].get_tensor(key)
         return value
 
     return read
 
 
-def _fill(tensor: Tensor, value: Tensor) -> None:
-    """Takes this rank's part of a whole value."""
-    value = value.to(tensor.dtype)
-    if isinstance(tensor, DTensor):
-        mesh, placements = tensor.device_mesh, tensor.placements
-        value = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
-        tensor = tensor.to_local()
-    tensor.copy_(value)
+def _fill(tensor: Tensor, value: Any) -> None:
+    """Takes this rank's part of a whole value: a tensor, or a slice of safetensors, which reads no more."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(value[...])
+        return
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if 0 not in shape:  # else there are more ranks than rows
+        part = tuple(slice(first, first + count) for first, count in zip(offset, shape, strict=True))
+        tensor.to_local().copy_(value[part])
 
 
 @dataclass(frozen=True)
@@ -160,7 +172,7 @@ def match_weights(model: PreTrainedModel, directory: str) -> Stored:
             parameters that differ, a parameter that they do not hold in that shape, or one whose numbers are
             not the weight itself: quantized, scaled or with a bias that the model has not.
     """
-    header = _read_headers(directory)
+    header = _read_headers(weight_files(Path(directory)), directory=directory)
     found = _find(model, header.shapes, places=header.places, directory=directory)
     state = {name: value for name, value in model.state_dict().items() if not is_adapter(name)}
     for name, key in found.as_they_are.items():
@@ -173,7 +185,7 @@ def match_weights(model: PreTrainedModel, directory: str) -> Stored:
     taken = found.stored()
     if odd := [key for key in sorted(taken - integers) if header.types[key] not in _PLAIN]:
         raise InputError(f"{directory}: {odd[0]} is stored as {header.types[odd[0]]}: {_QUANTIZED}")
-    tied = _tied(model)
+    tied = tied_names(model)
     for name, one in tied.items():
         twin, other = found.as_they_are.get(name), found.as_they_are.get(one)
         if twin and other and not _equal(header.places, twin, other):
@@ -181,14 +193,17 @@ def match_weights(model: PreTrainedModel, directory: str) -> Stored:
                 f"{directory}: {twin} and {other} are tied by config.json, and differ in the "
                 "safetensors: set tie_word_embeddings to false there, or take one of them out"
             )
+        if other is None and twin:  # the head alone is stored
+            found.as_they_are[one] = found.as_they_are.pop(name)
     has = found.as_they_are.keys() | {name for made in found.made for name in made.targets.values()}
     if missing := [name for name in state if name not in has | tied.keys()]:
         raise InputError(
             f"{directory}: {len(missing)} of {len(has) + len(missing)} parameters of {type(model).__name__} "
             f"are not in the safetensors, among them {own_name(missing[0])}"
         )
-    _check_all_taken(header.types.keys() - taken, taken=taken, model=model, directory=directory)
-    return found
+    left = header.types.keys() - found.stored()
+    _check_left(left, taken=found.stored(), model=model, directory=directory)
+    return dataclasses.replace(found, left=tuple(sorted(left)))
 
 
 def default_names(model: PreTrainedModel) -> Stored:
@@ -201,53 +216,34 @@ def default_names(model: PreTrainedModel) -> Stored:
     return _find(model, {name: value.size() for name, value in stored.items()})
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Those that transformers reads: the index's, or the one; others may hold a model in another form."""
-    index, one = folder / INDEX, folder / "model.safetensors"
-    if index.exists():
-        names = json.loads(index.read_text("utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted({*names})]
-    return [one] if one.exists() else sorted(folder.glob("*.safetensors"))
-
-
-def _read_headers(directory: str) -> _Header:
-    """Of all safetensors in a folder; those that transformers would read are what may be taken.
+def _read_headers(files: Sequence[Path], *, directory: str) -> _Header:
+    """What files say of their tensors.
 
     Raises:
-        InputError: none, damaged ones, or a name in two of them.
+        InputError: none, damaged or unreadable ones, or a name in two of them.
     """
-    files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise InputError(f"{directory}: no *.safetensors files to load weights from")
-    try:
-        read = set(weight_files(Path(directory)))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{directory}: {INDEX} is damaged ({one_line(error)}); download it again") from error
-    if absent := sorted(file.name for file in read - set(files)):
-        raise InputError(f"{directory}: {INDEX} names {absent[0]}, which is not there: download it")
-    types: dict[str, str] = {}
-    shapes: dict[str, torch.Size] = {}
-    places: dict[str, Path] = {}
+    header = _Header(types={}, shapes={}, places={})
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:  # reads the header, and the length against it
                 slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-                here = {key: (part.get_dtype(), torch.Size(part.get_shape())) for key, part in slices.items()}
+                types = {key: part.get_dtype() for key, part in slices.items()}
+                shapes = {key: torch.Size(part.get_shape()) for key, part in slices.items()}
         except SafetensorError as error:
             raise InputError(f"{file}: damaged or cut off: {error}; download it again") from error
-        if twice := sorted(places.keys() & here):
+        except OSError as error:
+            raise InputError(f"{file}: can't be read: {one_line(error)}") from error
+        if twice := sorted(header.places.keys() & types):
             raise InputError(
-                f"{directory}: {twice[0]} is in {places[twice[0]].name} and in {file.name}: take away the "
-                "file that does not belong to the model"
+                f"{directory}: {twice[0]} is in {header.places[twice[0]].name} and in {file.name}: take away "
+                "the file that does not belong to the model"
             )
-        places |= dict.fromkeys(here, file)
-        if file in read:
-            types |= {key: kind for key, (kind, _) in here.items()}
-            shapes |= {key: shape for key, (_, shape) in here.items()}
-    # Types that torch's reader has no name for, as F4 and F8_E8M0, would end it with a KeyError.
-    if odd := [key for key, kind in types.items() if kind.startswith("F") and kind not in _PLAIN]:
-        raise InputError(f"{directory}: {odd[0]} is stored as {types[odd[0]]}: {_QUANTIZED}")
-    return _Header(types=types, shapes=shapes, places=places)
+        header.types.update(types)
+        header.shapes.update(shapes)
+        header.places.update(dict.fromkeys(types, file))
+    return header
 
 
 class _Rules:
@@ -343,11 +339,11 @@ def _try(
             ) from error
         for name, value in found.items():
             own = name if name in names else f"{model.base_model_prefix}.{name}"
-            wanted = state[names[own]].size() if own in names else []
-            if value.size() != wanted:
+            wanted = list(state[names[own]].size()) if own in names else "not there"
+            if list(value.size()) != wanted:
                 raise InputError(
-                    f"{said} make {own} of {list(value.size())}, by config.json it is of {list(wanted)}: one "
-                    "is missing, or belongs to another model"
+                    f"{said} make {own} of {list(value.size())}, by config.json it is {wanted}: one is "
+                    "missing, or belongs to another model"
                 )
             made.targets[name] = names[own]
         try:
@@ -359,13 +355,6 @@ def _try(
                 f"{said} can't be told apart again once they are {', '.join(made.targets.values())}, so an "
                 "export would not hold them: write the model anew with from_pretrained and save_pretrained"
             )
-
-
-def _tied(model: PreTrainedModel) -> dict[str, str]:
-    """Parameters that are another one, by name."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[parameter] for name, parameter in every if first[parameter] != name}
 
 
 def _equal(places: Mapping[str, Path], one: str, other: str) -> bool:
@@ -383,19 +372,30 @@ def _equal(places: Mapping[str, Path], one: str, other: str) -> bool:
         )
 
 
-def _check_all_taken(left: Set[str], *, taken: Set[str], model: PreTrainedModel, directory: str) -> None:
-    """Nothing is left that lies beside a parameter that was taken: a scale, or a bias that changes it.
+def _check_left(left: Set[str], *, taken: Set[str], model: PreTrainedModel, directory: str) -> None:
+    """Nothing is left beside a parameter that was taken, or in its block: it would change what they compute.
 
-    What is left elsewhere, such as a vision tower or heads of several tokens, changes no weight that trains.
+    A scale, a bias, a norm, an expert more: config.json is another model's, or the weights are not plain.
 
     Raises:
         InputError: names the first.
     """
     beside = {name.rpartition(".")[0] for name in taken} | taken
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    blocks = {found[0] for name in taken if (found := _BLOCK.match(name))}
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *_RECOMPUTED]
     for key in sorted(left):
-        if key.rpartition(".")[0] in beside and not any(re.search(pattern, key) for pattern in ignored):
+        block = _BLOCK.match(key)
+        if key.rpartition(".")[0] not in beside and (block is None or block[0] not in blocks):
+            continue
+        if not any(re.search(pattern, key) for pattern in ignored):
             raise InputError(
                 f"{directory}: {key} is in the safetensors, and {type(model).__name__} by config.json has no "
                 f"place for it: either it belongs to another model, or {_QUANTIZED}"
             )
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Parameters that are another one, by name."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in every if first[parameter] != name}

@@ -46,7 +46,7 @@ def sharded(model: Model, world: World, *, run: Path | None = None) -> dict[str,
     stored = match_weights(root.model, model.weights) if model.weights else None
     spread(root, config, world, precision="fp32")
     if stored:
-        load_weights(root.model, model.weights, stored=stored)
+        load_weights(root.model, stored=stored)
     peak = resident("VmHWM") - before
     if run:
         saver = Saver(run / FOLDER, options=Checkpoint(), world=world)

@@ -466,9 +466,13 @@ def test_weights_of_two_models_are_refused(
             refused(words(*here), capsys, "lm_head.weight and model.embed_tokens.weight are tied", "differ")
         else:
             assert main(words(*here, run="same")) == 0
-    save_file(stored, place / "model.safetensors", metadata={"format": "pt"})
-    save_file({"model.norm.weight": torch.zeros(32)}, place / "old.safetensors", metadata={"format": "pt"})
-    refused(words(*here), capsys, "model.norm.weight is in model.safetensors and in old.safetensors")
+    names = ("old.safetensors", "one.safetensors")
+    save_file({"model.norm.weight": torch.zeros(32)}, place / names[0], metadata={"format": "pt"})
+    save_file(stored, place / names[1], metadata={"format": "pt"})
+    (place / "model.safetensors").unlink()
+    index = {"weight_map": dict(zip(("model.norm.weight", "model.embed_tokens.weight"), names, strict=True))}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(words(*here), capsys, "model.norm.weight is in old.safetensors and in one.safetensors")
     two = {
         "model_type": "qwen3_5",
         "tie_word_embeddings": False,
