@@ -35,23 +35,27 @@ def trained(folder: Path, *overrides: str) -> Path:
     return folder / "run"
 
 
+def tiny(*, tied: bool = False) -> Qwen3ForCausalLM:
+    """A random model of two layers."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=tied,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_export_opens_with_equal_logits(
     tmp_path: Path, tied: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The exported directory gives the checkpoint's logits, bit for bit, and no longer the starting ones."""
-    start = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            tie_word_embeddings=tied,
-        )
-    ).eval()
+    start = tiny(tied=tied)
     start.save_pretrained(tmp_path / "start")
     if tied:  # as some checkpoints are: the head is stored although it is the embedding
         stored = load_file(tmp_path / "start/model.safetensors")
@@ -125,3 +129,60 @@ def test_a_conditional_generation_checkpoint_keeps_what_training_left_alone(tmp_
     logits = causal(input_ids=ids).logits
     assert torch.equal(multimodal(input_ids=ids).logits, logits)
     assert not torch.allclose(model(input_ids=ids).logits, logits, atol=1e-3)
+
+
+def test_an_export_needs_what_its_run_began_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the starting weights, or with another configuration there, names and untrained parts would be
+    others: refused, and nothing is left behind.
+    """
+    start = tmp_path / "start"
+    tiny().save_pretrained(start)
+    run = trained(tmp_path, f"model.weights={start}")
+    for out in ("", ".", "/"):
+        assert main(["export", str(run), out]) == 2
+        assert "choose another name" in capsys.readouterr().err
+    config = (start / "config.json").read_text()
+    for text in ("{}", '{"model_type": "llama"}'):
+        (start / "config.json").write_text(text)
+        assert main(["export", str(run), str(tmp_path / "out")]) == 2
+        assert str(start) in capsys.readouterr().err
+    (start / "config.json").write_text(config)
+    start.rename(tmp_path / "elsewhere")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert f"{start} does not hold the weights that the run began from" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "run", "run.toml", "shards"]
+
+
+def test_an_export_says_its_type_and_keeps_what_is_no_plain_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """config.json names the type of the weights, in which transformers opens them. Integers and quantized
+    numbers that training left alone are not cast; a weight that a type can't hold is refused.
+    """
+    start = tmp_path / "start"
+    model = tiny().bfloat16()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3, 3] = 1e6
+    model.save_pretrained(start)
+    left = {
+        "visual.steps": torch.tensor([300_000_001]),
+        "visual.mask": torch.tensor([True]),
+        "visual.weight": torch.ones(2).to(torch.float8_e4m3fn),
+    }
+    stored = load_file(start / "model.safetensors")
+    save_file(stored | left, start / "model.safetensors", metadata={"format": "pt"})
+    run = trained(tmp_path, f"model.weights={start}", "model.freeze=['model.embed_tokens.weight']")
+    assert "3 stored tensors are left alone, among them visual.mask" in capsys.readouterr().err
+    for dtype in (None, "bfloat16"):
+        out = tmp_path / f"{dtype}"
+        assert main(["export", str(run), str(out), *(["--dtype", dtype] if dtype else [])]) == 0
+        found = {k: v for file in out.glob("*.safetensors") for k, v in load_file(file).items()}
+        assert all(torch.equal(found[key].float(), value.float()) for key, value in left.items())
+        assert all(found[key].dtype == value.dtype for key, value in left.items())
+        opened = AutoModelForCausalLM.from_pretrained(out)
+        assert opened.dtype == getattr(torch, dtype or "float32")
+        name = "model.layers.1.mlp.up_proj.weight"
+        assert torch.equal(opened.get_parameter(name), found[name])
+    assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "float16"]) == 2
+    assert "model.embed_tokens.weight holds 999424, beyond its 65504" in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "out"))]

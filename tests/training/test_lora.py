@@ -10,11 +10,17 @@ import torch
 from running import losses
 from safetensors.torch import load_file, save_file
 from tiny_shards import VOCABULARY, held_out_loss, some_shards
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3_5TextConfig,
+)
 
 from packing.sample import TOKENIZER
 from training.__main__ import main
 from training.checkpoint import model_sizes, newest, read_model
+from training.kernels.families import FAMILIES, build, tiny_config
 from training.model import TINY
 
 peft = pytest.importorskip("peft")  # the environment with the oldest transformers has none
@@ -24,18 +30,23 @@ peft = pytest.importorskip("peft")  # the environment with the oldest transforme
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards, a hybrid model's weights and a configuration that trains adapters on them."""
     folder = tmp_path_factory.mktemp("lora")
-    some_shards(folder / "shards")
     torch.manual_seed(3)
     text = {key: value for key, value in TINY["tiny-qwen3_5"].items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**text, vocab_size=VOCABULARY))
     model.save_pretrained(folder / "weights")
+    prepare(folder)
+    return folder
+
+
+def prepare(folder: Path) -> None:
+    """Shards, and a configuration that trains adapters on them beside the weights that are there."""
+    some_shards(folder / "shards")
     (folder / "run.toml").write_text(
         f'[data]\nshards = "{folder / "shards"}"\naccumulation = 2\n'
         f'[model]\nweights = "{folder / "weights"}"\ncheckpointing = 1\n'
         "[lora]\nrank = 4\nalpha = 8\n[optim]\nlr = 2e-2\n[schedule]\nsteps = 4\n[eval]\nevery = 2\n"
         f'[checkpoint]\nevery = 2\n[run]\ndir = "{folder / "run"}"\n'
     )
-    return folder
 
 
 def command(place: Path, *settings: str, flags: tuple[str, ...] = ()) -> list[str]:
@@ -101,7 +112,7 @@ def test_resumed_adapters_go_on_as_never_stopped(
     save_file(tensors, file, metadata={"format": "pt"})
     capsys.readouterr()
     assert main(["export", str(place / "cut"), str(place / "cut-adapter")]) == 2
-    assert "other weights than those that the run began from" in capsys.readouterr().err
+    assert "does not hold the weights that the run began from" in capsys.readouterr().err
     last = newest(place / "cut" / "checkpoints")
     assert last
     shutil.rmtree(last)
@@ -151,3 +162,36 @@ def test_bad_targets_are_refused(
     """One line that says which there are."""
     assert main(command(place, f"run.dir={place / 'bad'}", setting)) == 2
     assert words in capsys.readouterr().err
+
+
+def test_adapters_of_a_text_part_open_on_the_whole_model(tmp_path: Path) -> None:
+    """Gemma 3 opens as a multimodal model, whose layers have other names: its adapter moves the logits."""
+    (family,) = (family for family in FAMILIES if family.name == "Gemma 3")
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tiny_config(family).to_dict() | {"vocab_size": VOCABULARY, "pad_token_id": 0}
+    config = Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, image_token_index=90
+    )
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "weights")
+    prepare(tmp_path)
+    assert main(command(tmp_path)) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 0
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").eval()
+    ids = torch.arange(20)[None]
+    before = stock(input_ids=ids).logits
+    opened = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
+    assert (opened(input_ids=ids).logits - before).abs().max() > 1e-2
+
+
+def test_layers_that_take_no_adapter_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel of Nemotron-H takes its layer's weight past the adapter: one line, with PEFT's reason."""
+    (family,) = (family for family in FAMILIES if family.name == "Nemotron-H")
+    config = tiny_config(family)
+    config.vocab_size = VOCABULARY
+    build(config, family.architecture).save_pretrained(tmp_path / "weights")
+    prepare(tmp_path)
+    capsys.readouterr()
+    assert main(command(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("training: lora.targets: PEFT refuses (")
+    assert error.count("\n") == 1

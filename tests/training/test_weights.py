@@ -134,7 +134,7 @@ def test_stored_experts_that_are_no_model_are_refused(tmp_path: Path) -> None:
             (
                 "3 stored tensors",
                 "make model.layers.1.mlp.experts.down_proj of [3, ",
-                "it is of [4, ",
+                "it is [4, ",
                 "missing",
             ),
         ),
@@ -160,15 +160,73 @@ def test_the_index_says_which_files_are_the_models(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size=20_000)
     bare = skeleton(model.config, precision="fp32")
     want = match_weights(bare, str(tmp_path))
-    save_file(
-        {"norm.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors", metadata={"format": "pt"}
-    )
-    assert match_weights(bare, str(tmp_path)).as_they_are == want.as_they_are
+    other = {"norm.weight": torch.ones(2), "model.norm.weight": torch.ones(32)}
+    save_file(other, tmp_path / "consolidated.safetensors", metadata={"format": "pt"})
+    (tmp_path / "._model.safetensors").write_bytes(b"another system's note")
+    found = match_weights(bare, str(tmp_path))
+    assert (found.as_they_are, found.places) == (want.as_they_are, want.places)
+    empty = AutoModelForCausalLM.from_config(bare.config)
+    load_weights(empty, stored=found)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in empty.state_dict().items())
     index = tmp_path / "model.safetensors.index.json"
-    gone = json.loads(index.read_text())["weight_map"]["model.norm.weight"]
-    (tmp_path / gone).unlink()
-    with pytest.raises(InputError, match=f"names {gone}, which is not there"):
+    files = json.loads(index.read_text())["weight_map"]
+    gone = tmp_path / files["model.norm.weight"]
+    gone.rename(tmp_path / "sub")
+    with pytest.raises(InputError, match=f"names '{gone.name}', which is no file"):
         match_weights(bare, str(tmp_path))
-    index.write_text("{")
-    with pytest.raises(InputError, match=r"index\.json is damaged"):
-        match_weights(bare, str(tmp_path))
+    for text in ("{", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "[" * 100_000):
+        index.write_text(text)
+        with pytest.raises(InputError, match=r"index\.json: no index of weights"):
+            match_weights(bare, str(tmp_path))
+
+
+def test_one_file_comes_before_an_index(tmp_path: Path) -> None:
+    """As for transformers; so an index that lies beside it, of other files, changes nothing."""
+    seeds = [model_of(MOE, seed=seed) for seed in (0, 1)]
+    seeds[0].save_pretrained(tmp_path, max_shard_size=20_000)
+    seeds[1].save_pretrained(tmp_path / "one")
+    (tmp_path / "one/model.safetensors").rename(tmp_path / "model.safetensors")
+    empty = AutoModelForCausalLM.from_config(seeds[0].config)
+    load_weights(empty, stored=match_weights(empty, str(tmp_path)))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, value in empty.state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+        assert torch.equal(value, seeds[1].state_dict()[name]), name
+
+
+def test_what_is_left_changes_no_block_that_trains(tmp_path: Path) -> None:
+    """Beside a block, left tensors are counted; in one, refused: an expert, norms or adapters too many.
+
+    What old checkpoints hold and every model computes is neither. A left tensor may be of any type.
+    """
+    model = model_of(MOE)
+    model.save_pretrained(tmp_path)
+    bare = skeleton(model.config, precision="fp32")
+    file = tmp_path / "model.safetensors"
+    plain = load_file(file)
+    more = {
+        "mtp.layers.0.weight": torch.ones(2),
+        "visual.blocks.0.weight_scale": torch.ones(2).to(torch.float8_e5m2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+        "model.layers.2.self_attn.q_proj.weight": torch.ones(2),  # as DeepSeek's head of several tokens
+    }
+    save_file(plain | more, file, metadata={"format": "pt"})
+    assert match_weights(bare, str(tmp_path)).left == tuple(sorted(more))
+    for name in ("self_attn.sinks", "mlp.shared_expert.up_proj.weight", "self_attn.q_proj.lora_A.weight"):
+        save_file(plain | {f"model.layers.0.{name}": torch.ones(2)}, file, metadata={"format": "pt"})
+        with pytest.raises(InputError, match=f"{name} is in the safetensors, and Qwen3MoeForCausalLM"):
+            match_weights(bare, str(tmp_path))
+
+
+def test_a_tied_matrix_may_be_stored_as_the_head(tmp_path: Path) -> None:
+    """It is the embedding too, and goes back as the head."""
+    model = model_of(MOE, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    plain = load_file(file)
+    plain["lm_head.weight"] = plain.pop("model.embed_tokens.weight")
+    save_file(plain, file, metadata={"format": "pt"})
+    bare = skeleton(model.config, precision="fp32")
+    found = match_weights(bare, str(tmp_path))
+    assert found.as_they_are["model.embed_tokens.weight"] == "lm_head.weight"
+    assert "lm_head.weight" not in found.as_they_are
