@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from transformers import AutoConfig
 
 from training import files
 from training.config import SETTINGS, Checkpoint, Config
@@ -265,12 +267,19 @@ def check_resume(
         ResumeError: names the first difference of the model, all differing settings, or what else differs.
         OptionError: `accept` names no setting.
     """
-    saved, model = trainer["model"], json.loads(json.dumps(model))  # keys as text on both sides
+    # As this version of transformers writes it, which may name its defaults otherwise; keys as text.
+    wrote, now = trainer["model"].get("transformers_version"), transformers.__version__
+    by = "" if wrote == now else f" (saved with transformers {wrote}, now {now})"
+    try:
+        saved = json.loads(json.dumps(AutoConfig.for_model(**trainer["model"]).to_dict()))
+    except ValueError as error:
+        raise ResumeError(f"the checkpoint's model is not known here{by}: {one_line(error)}") from error
+    model = json.loads(json.dumps(model))
     for key in sorted(saved.keys() | model.keys()):
         if key not in _INCIDENTAL and saved.get(key) != model.get(key):
             raise ResumeError(
                 f"the checkpoint is of another model: its {key} is {saved.get(key)!r}, "
-                f"here {model.get(key)!r}"
+                f"here {model.get(key)!r}{by}"
             )
     before, here = (_settings(table) for table in (trainer["config"], dataclasses.asdict(config)))
     if unknown := [key for key in accept if key not in here]:

@@ -1,5 +1,6 @@
 """Going on with a run: the same steps however they are shared out, and nothing from what is damaged."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from tiny_shards import VOCABULARY, some_shards
 
 from training.__main__ import main
 from training.checkpoint import model_sizes, newest, read_model
+from training.files import DIGESTS, TRAINER, _digest
 from training.kernels.families import FAMILIES, tiny_config
 from training.metrics import read
 
@@ -181,3 +183,31 @@ def test_a_kept_copy_is_passed_over_and_stays(
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["step-00000001-good", "step-00000002", "step-00000003", "step-9"]
     assert main(["export", str(folder / "step-00000001-good"), str(tmp_path / "out")]) == 0
+
+
+def test_another_transformers_names_its_defaults_otherwise(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """5.17 wrote part of the rotary settings twice, and others did not write yet: the model is the same.
+
+    What another version knows and this one does not is refused, with both versions' numbers.
+    """
+    assert main(words("run.steps=1")) == 0
+    saved = newest(tmp_path / "run" / "checkpoints")
+    assert saved
+    before = json.loads((saved / TRAINER).read_text())
+    assert "hidden_act" in before["model"]
+    shorter = {key: value for key, value in before["model"].items() if key != "hidden_act"}
+    older = shorter | {"partial_rotary_factor": 0.25, "transformers_version": "5.16.0"}
+    unknown = {"model_type": "qwen9", "transformers_version": "9.0"}
+    for model, said in (
+        (older, ""),
+        (older | {"clip_qkv": 3.0}, "its clip_qkv is 3.0, here None (saved with transformers 5.16.0, now "),
+        (before["model"] | unknown, "not known here (saved with transformers 9.0, now "),
+    ):
+        (saved / TRAINER).write_text(json.dumps(before | {"model": model}))
+        digests = json.loads((saved / DIGESTS).read_text())
+        (saved / DIGESTS).write_text(json.dumps(digests | {TRAINER: _digest(saved / TRAINER)}))
+        capsys.readouterr()
+        assert main(words("run.steps=1", flags=("--resume", "--dry-run"))) == (2 if said else 0)
+        assert said in capsys.readouterr().err
