@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import re
 import zlib
 from collections.abc import Container, Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ def skeleton(config: PretrainedConfig, *, precision: Precision) -> PreTrainedMod
             if _is_norm(module):
                 module.register_forward_hook(_in_bf16)
     if precision == "bf16":
-        islands = whole(model)
+        islands = whole(model, model=model)
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter not in islands:
@@ -153,17 +154,24 @@ def freeze(model: PreTrainedModel, *, patterns: Sequence[str]) -> None:
         raise OptionError("model.freeze leaves nothing to train")
 
 
-def whole(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters that stay fp32 beside bf16 ones: norms, and the delta rule's A_log and dt_bias.
+def whole(module: nn.Module, *, model: PreTrainedModel) -> set[nn.Parameter]:
+    """The parameters that stay fp32 beside bf16 ones: norms, the delta rule's A_log and dt_bias, routers.
 
-    A rounded A_log is exponentiated and then multiplied up along the sequence; all of them together
-    are less than a ten-thousandth of a model.
+    A rounded A_log is exponentiated and then multiplied up along the sequence; routers are those that
+    transformers keeps so under all circumstances. All together are less than a thousandth of a model.
+
+    Args:
+        module: The model or a part of it.
+        model: Says which names it wants in fp32.
     """
+    strict = "|".join(rf"(?:^|\.){name}(?:$|\.)" for name in model._keep_in_fp32_modules_strict or ())
     return {
         parameter
-        for child in module.modules()
+        for place, child in module.named_modules()
         for name, parameter in child.named_parameters(recurse=False)
-        if _is_norm(child) or name in ("A_log", "dt_bias")
+        if _is_norm(child)
+        or name in ("A_log", "dt_bias")
+        or (strict and re.search(strict, f"{place}.{name}"))
     }
 
 

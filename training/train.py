@@ -380,7 +380,7 @@ def spread(root: SupervisedLoss, config: Config, world: World, *, precision: Pre
         parallel=config.parallel,
         precision=precision,
         materialise=partial(materialise, model=root.model, device=world.device, seed=config.run.seed),
-        whole=whole if precision != "fp32" else lambda _: set(),
+        whole=partial(whole, model=root.model) if precision != "fp32" else lambda _: set(),
     )
 
 

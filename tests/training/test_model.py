@@ -44,6 +44,18 @@ def test_nothing_is_left_without_a_value(family: Family) -> None:
         torch.testing.assert_close(value, theirs[name], msg=name)
 
 
+@EACH
+def test_what_transformers_keeps_in_fp32_stays_so(family: Family) -> None:
+    """Under bf16 weights each parameter that `from_pretrained` keeps in fp32 is fp32: routers, for some."""
+    config = tiny_config(family).get_text_config()
+    ours = dict(skeleton(config, precision="bf16").named_parameters())
+    strict = AutoModelForCausalLM.from_config(config)._keep_in_fp32_modules_strict or ()
+    kept = [name for name in ours if any(f".{part}" in name for part in strict)]
+    assert kept or "gate.weight" not in strict  # newer versions say it of Kimi-linear and Nemotron-H
+    assert all(ours[name].dtype == torch.float32 for name in kept)
+    assert ours["lm_head.weight" if "lm_head.weight" in ours else min(ours)].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @EACH
 def test_every_family_trains(
