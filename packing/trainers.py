@@ -27,7 +27,7 @@ What a trainer may do to a packed batch, and what becomes of it (refused: by `ch
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -195,6 +195,9 @@ def _model(trainer: Any, *, name: str) -> Iterator[str]:
         if isinstance(part, PackedDataset):
             tail = part.capacity if part.fixed_shape else 0
             yield from misfits(part.shards, vocabulary=vocabulary, config=config, tail=tail)
+            continue
+        if len(part) and "input_ids" not in (first := part[0]) and isinstance(first, Mapping):
+            yield f"{name}_dataset has no input_ids, only {', '.join(first)}: give it a shard set's rows"
             continue
         least, largest, longest = _extremes(part)
         if least < 0:

@@ -5,7 +5,7 @@ from packing.buffer import PackedBuffer
 from packing.example import IGNORE_INDEX
 from packing.hub import local_only
 from packing.loader import LoadedBuffer, PackedDataLoader, collate
-from packing.shards import misfits, open_shards
+from packing.shards import misfits, open_shards, turning
 
 __all__ = [
     "IGNORE_INDEX",
@@ -17,4 +17,5 @@ __all__ = [
     "local_only",
     "misfits",
     "open_shards",
+    "turning",
 ]

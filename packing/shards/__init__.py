@@ -14,7 +14,7 @@ first use; that it was is remembered in the user's cache folder, by device, inod
 """
 
 from packing.shards.check import verify
-from packing.shards.fit import misfits, too_long
+from packing.shards.fit import misfits, too_long, turning
 from packing.shards.manifest import EXAMPLES, FORMAT_VERSION, MANIFEST, REJECTS, RUN, most_first
 from packing.shards.reader import ShardSet, open_shards
 from packing.shards.writer import PartWriter, ShardWriter, check_out
@@ -33,5 +33,6 @@ __all__ = [
     "most_first",
     "open_shards",
     "too_long",
+    "turning",
     "verify",
 ]

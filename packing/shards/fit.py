@@ -52,8 +52,6 @@ def too_long(config: Any, *, holder: str, longest: int, tail: int) -> Iterator[s
         holder: What has the examples, for the line.
         longest: Tokens of the longest example.
         tail: Most tokens of a tail; 0 where there is none.
-
-    Source: `dynamic_rope_update` of transformers, 5.17 to 5.24.
     """
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and longest > most:
@@ -61,18 +59,30 @@ def too_long(config: Any, *, holder: str, longest: int, tail: int) -> Iterator[s
             f"{holder} has examples of {longest} tokens, the model takes {most} positions: pack with "
             f"--capacity {most} or less"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *rope.values()):  # one for all layers, or one for each type of layer
-        kind = (part.get("rope_type") if isinstance(part, Mapping) else None) or ""
-        if "dynamic" in kind:
-            alike = config.max_position_embeddings
-        elif kind == "longrope":
-            alike = part["original_max_position_embeddings"]
-        else:
-            continue
+    for alike, kind in turning(config):
         if max(longest, tail) > alike:
             has = f"examples of {longest} tokens" if longest > alike else f"room for a tail of {tail} tokens"
             yield (
                 f"{holder} has {has}, and beyond {alike} the model's rotary embedding ({kind}) turns the "
                 f"other examples of a batch otherwise: pack with --capacity {alike} or less"
             )
+
+
+def turning(config: Any) -> Iterator[tuple[int, str]]:
+    """Rotary embeddings that choose the frequencies of all tokens by the largest position of the batch.
+
+    Args:
+        config: Of the model's text part.
+
+    Returns:
+        The most tokens of a sequence that leave the others alone, and the kind.
+
+    Source: `dynamic_rope_update` of transformers, 5.17 to 5.24.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # one for all layers, or one for each type of layer
+        kind = (part.get("rope_type") if isinstance(part, Mapping) else None) or ""
+        if "dynamic" in kind:
+            yield config.max_position_embeddings, kind
+        elif kind == "longrope":
+            yield part["original_max_position_embeddings"], kind

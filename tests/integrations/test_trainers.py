@@ -453,6 +453,18 @@ def test_a_data_set_without_a_row_is_refused_by_name(
                     check_trainer(one)
 
 
+def test_rows_without_ids_are_refused_by_name(
+    data: Any, make_trainer: Callable[..., transformers.Trainer]
+) -> None:
+    """What a row has is said; of datasets or of a list alike."""
+    right = PackedDataset(data.shards, multiple_of=16)
+    trainer = make_trainer(train_dataset=right)
+    for rows in (datasets.Dataset.from_dict({"text": ["a"]}), [{"text": "a"}]):
+        trainer.eval_dataset = rows
+        with pytest.raises(OptionError, match="eval_dataset has no input_ids, only text"):
+            check_trainer(trainer)
+
+
 def test_trl_s_evaluation_is_looked_at_whatever_its_rows_are(
     data: Any, monkeypatch: pytest.MonkeyPatch, make_trainer: Callable[..., transformers.Trainer]
 ) -> None:

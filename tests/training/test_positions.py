@@ -8,6 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from packing.shards import too_long
 from training.kernels import KernelError, bind
+from training.kernels.binding import CallCheck
 from training.kernels.contract import make_batch
 from training.kernels.families import FAMILIES, build, tiny_config
 
@@ -45,6 +46,8 @@ def moved(config: Any, architecture: str, *, tail: int) -> float:
     As many tokens in all, the same ones, so that all products are of the same shapes.
     """
     model = bind(build(config, architecture))
+    (check,) = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, CallCheck))
+    limits, check.turning = check.turning, ()  # to see what is refused otherwise
     tokens = torch.randint(90, (5 + 9 + 64,), generator=torch.Generator().manual_seed(1))
     logits = []
     for first in (4, tail):
@@ -52,6 +55,13 @@ def moved(config: Any, architecture: str, *, tail: int) -> float:
         with torch.no_grad():
             batch = make_batch(tokens, [5, 9, *filter(None, pieces)])
             logits.append(model(**batch).logits[0, :14])
+            check.turning = limits
+            if any(most < tail for most, _ in limits) and first == tail:
+                with pytest.raises(KernelError, match=f"a sequence of {tail} tokens: beyond "):
+                    model(**batch)
+            else:
+                model(**batch)
+            check.turning = ()
     return float((logits[0] - logits[1]).abs().max())
 
 
@@ -79,7 +89,7 @@ def test_what_a_rotary_embedding_turns_by_the_longest_of_a_batch_is_refused(
 ) -> None:
     """One token beyond the limit moves the other examples, of two kinds; a tail of any length of the others.
 
-    `too_long` refuses those tails, and no others.
+    `too_long` refuses those tails, and so does a bound model, and no others.
     """
     more = {"original_max_position_embeddings": ORIGINAL} if name == "Phi-3" else {}
     family = FAMILY[name]

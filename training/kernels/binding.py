@@ -16,6 +16,7 @@ from training.kernels import attention, convolution, recurrence
 from training.kernels.contract import KernelError, check_call, check_model
 from training.kernels.families import ARCHITECTURES, MIXERS, UNFUSED
 from training.kernels.packages import Machine, machine
+from training.packed import turning
 
 Kernels = Literal["auto", "fused", "reference"]
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -50,16 +51,23 @@ class Row:
 class CallCheck:
     """The root's forward-pre hook: checks every call's arguments; remembers what binding changed."""
 
-    def __init__(self, *, device: str, kernels: Kernels, attention_before: str) -> None:
+    def __init__(self, *, device: str, kernels: Kernels, attention_before: str, config: Any) -> None:
         self.device = device
         self.kernels = kernels
         self.attention_before = attention_before
+        self.turning = tuple(turning(config))
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = {"input_ids": args[0], **kwargs} if args else dict(kwargs)
         if call.get("use_cache") is None:
             call["use_cache"] = model.config.get_text_config().use_cache
         check_call(call)
+        for most, kind in self.turning:
+            if call["max_length_q"] > most:
+                raise KernelError(
+                    f"a sequence of {call['max_length_q']} tokens: beyond {most} the rotary embedding "
+                    f"({kind}) turns the others of a batch otherwise: pack with --capacity {most} or less"
+                )
         device = call["cu_seq_lens_q"].device.type
         if self.kernels != "reference" and device != self.device:
             raise KernelError(
@@ -126,7 +134,12 @@ def bind(
         layer.packed_name = name
         layer.__class__ = classes.get(type(layer), type(layer))
     attention.register()
-    check = CallCheck(device=place, kernels=kernels, attention_before=decoder.config._attn_implementation)
+    check = CallCheck(
+        device=place,
+        kernels=kernels,
+        attention_before=decoder.config._attn_implementation,
+        config=decoder.config,
+    )
     decoder.set_attn_implementation(attention.REFERENCE if kernels == "reference" else attention.FUSED)
     model.register_forward_pre_hook(check, with_kwargs=True)
     return model
