@@ -196,7 +196,7 @@ def _model(trainer: Any, *, name: str) -> Iterator[str]:
             tail = part.capacity if part.fixed_shape else 0
             yield from misfits(part.shards, vocabulary=vocabulary, config=config, tail=tail)
             continue
-        if len(part) and "input_ids" not in (first := part[0]) and isinstance(first, Mapping):
+        if len(part) and isinstance(first := part[0], Mapping) and "input_ids" not in first:
             yield f"{name}_dataset has no input_ids, only {', '.join(first)}: give it a shard set's rows"
             continue
         least, largest, longest = _extremes(part)

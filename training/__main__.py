@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="or a run directory: its newest")
     export.add_argument("out", metavar="OUT")
     export.add_argument("--tokenizer", metavar="DIR", help="directory whose tokenizer is copied")
+    export.add_argument("--weights", metavar="DIR", help="where the weights are now that the run began from")
     export.add_argument(
         "--dtype", metavar="DTYPE", help="bfloat16, float16 or float32; else the checkpoint's"
     )
@@ -95,7 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(
                 export(
-                    arguments.checkpoint, arguments.out, tokenizer=arguments.tokenizer, dtype=arguments.dtype
+                    arguments.checkpoint,
+                    arguments.out,
+                    tokenizer=arguments.tokenizer,
+                    weights=arguments.weights,
+                    dtype=arguments.dtype,
                 )
             )
             return 0

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -28,7 +27,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from transformers import AutoConfig
 
 from training import files
 from training.config import SETTINGS, Checkpoint, Config
@@ -36,12 +34,12 @@ from training.errors import OptionError, OutputError, ResumeError, one_line, wri
 from training.files import TRAINER
 from training.lora import saved_part
 from training.metrics import FILE as METRICS
+from training.model import difference, tied_names
 from training.parallel import World
 
 FOLDER = "checkpoints"
 _NAME = "step-{:08d}"
 FORMAT = 3
-_INCIDENTAL = ("transformers_version", "_name_or_path", "dtype", "use_cache")  # no part of the mathematics
 _MODEL = "model."
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # names that fit any number of ranks
 
@@ -265,22 +263,11 @@ def check_resume(
 
     Raises:
         ResumeError: names the first difference of the model, all differing settings, or what else differs.
+        InputError: the model is not known here.
         OptionError: `accept` names no setting.
     """
-    # As this version of transformers writes it, which may name its defaults otherwise; keys as text.
-    wrote, now = trainer["model"].get("transformers_version"), transformers.__version__
-    by = "" if wrote == now else f" (saved with transformers {wrote}, now {now})"
-    try:
-        saved = json.loads(json.dumps(AutoConfig.for_model(**trainer["model"]).to_dict()))
-    except ValueError as error:
-        raise ResumeError(f"the checkpoint's model is not known here{by}: {one_line(error)}") from error
-    model = json.loads(json.dumps(model))
-    for key in sorted(saved.keys() | model.keys()):
-        if key not in _INCIDENTAL and saved.get(key) != model.get(key):
-            raise ResumeError(
-                f"the checkpoint is of another model: its {key} is {saved.get(key)!r}, "
-                f"here {model.get(key)!r}{by}"
-            )
+    if other := difference(trainer["model"], model, holder="the checkpoint"):
+        raise ResumeError(f"the checkpoint is of another model: {other}")
     before, here = (_settings(table) for table in (trainer["config"], dataclasses.asdict(config)))
     if unknown := [key for key in accept if key not in here]:
         raise OptionError(f"--accept {unknown[0]}: no setting has that name")
@@ -290,7 +277,13 @@ def check_resume(
         was = ", ".join(f"{key} = {changed[key][0]!r} (here {changed[key][1]!r})" for key in refused)
         flags = " ".join(f"--accept {key}" for key in refused)
         raise ResumeError(f"the checkpoint was saved with {was}: set it so again, or add {flags}")
-    # Beside adapters the model's own weights are in no checkpoint: other ones would be another model.
+    # Beside adapters the model's own weights are in no checkpoint: other ones would be another model. Without
+    # them nothing is read from there but by the export: what was not trained, and all names.
+    if base and not config.lora.rank and trainer["base"] != base and "model.weights" not in accept:
+        raise ResumeError(
+            f"the run did not begin from the weights in {config.model.weights}, on which its export would "
+            "build: give those that it did, if any, or add --accept model.weights"
+        )
     if config.lora.rank and trainer["base"] != base and "model.weights" not in accept:
         raise ResumeError(
             f"the checkpoint's adapters were trained beside other weights than "
@@ -398,17 +391,12 @@ def _model_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    tied = tied_names(model)
+    once = {name: value for name, value in model.state_dict().items() if name not in tied}
     return {
-        "model": saved_part(_once(model.state_dict(), model)),
+        "model": saved_part(once),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT),
     }
-
-
-def _once(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A model's state without the second names of its parameters, as a tied head's."""
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    again = every - {name for name, _ in model.named_parameters()}
-    return {name: value for name, value in state.items() if name not in again}
 
 
 def _all(directory: Path) -> list[Path]:

@@ -15,14 +15,14 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from training import checkpoint
 from training.errors import InputError, OptionError, OutputError, writing
-from training.files import INDEX, TRAINER, check_digests, tensor_sizes, weight_files, weights_digest
+from training.files import INDEX, TRAINER, check_digests, tensor_sizes, weights_digest
 from training.lora import exported_name, write_config
-from training.model import saved_config, skeleton
-from training.weights import default_names, match_weights, tied_names
+from training.model import difference, known_config, saved_config, skeleton, tied_names
+from training.weights import default_names, match_weights
 
 T = TypeVar("T")
 FILE_BYTES = 4 * 2**30
@@ -34,7 +34,14 @@ SMALL = (".json", ".jinja", ".txt", ".model", ".md")
 """Endings of what is copied beside the weights: configuration, tokenizer, template, generation settings."""
 
 
-def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | None = None) -> str:
+def export(
+    source: str,
+    out: str,
+    *,
+    tokenizer: str | None = None,
+    dtype: str | None = None,
+    weights: str | None = None,
+) -> str:
     """Writes the weights of a checkpoint as safetensors, with what belongs to them.
 
     A model that began from a Hugging Face directory gets that directory's configuration and tokenizer, its
@@ -44,6 +51,7 @@ def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | 
         source: A checkpoint, or a run directory, whose newest is taken.
         out: Directory to make; it appears when it is whole.
         tokenizer: Directory whose tokenizer files are copied; None takes those of the starting weights.
+        weights: Where the weights are now that the run began from; None means where they were.
         dtype: Of the weights: "bfloat16", "float16", "float32"; None as the checkpoint has them.
 
     Returns:
@@ -57,7 +65,8 @@ def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | 
     """
     place = _checkpoint(Path(source))
     trainer = checkpoint.read_trainer(place)
-    if began := trainer["config"]["model"]["weights"]:
+    began = weights or trainer["config"]["model"]["weights"]
+    if began or trainer["base"]:
         _check_start(began, trainer=trainer)
     check_digests(place)
     if dtype not in (None, "bfloat16", "float16", "float32"):
@@ -70,7 +79,7 @@ def export(source: str, out: str, *, tokenizer: str | None = None, dtype: str | 
     beside = target.with_name(f".{target.name}.partial")
     with writing(target):
         try:
-            written = _write(place, beside, trainer=trainer, dtype=dtype)
+            written = _write(place, beside, began=began, trainer=trainer, dtype=dtype)
             if tokenizer is not None:
                 _copy_small(Path(tokenizer), beside, but=_NOT_THE_TOKENIZERS)
             os.replace(beside, target)
@@ -87,17 +96,17 @@ def _check_start(began: str, *, trainer: Mapping[str, Any]) -> None:
         InputError: others, none, or not their configuration.
     """
     if weights_digest(began) != trainer["base"]:
-        here = "" if Path(began).is_absolute() else f" (from {Path.cwd()})"
+        here = f" (from {Path.cwd()})" if began and not Path(began).is_absolute() else ""
         raise InputError(
-            f"{began}{here} does not hold the weights that the run began from, on which its export builds: "
-            "put them there again"
+            f"{began or 'model.weights'}{here} does not hold the weights that the run began from, on which "
+            "its export builds: add --weights DIR"
         )
-    kind, was = saved_config(began).get_text_config().model_type, trainer["model"]["model_type"]
-    if kind != was:
-        raise InputError(f"{began}: config.json is of {kind}, the run is of {was}: put its own there again")
+    config = saved_config(began).get_text_config().to_dict()
+    if other := difference(trainer["model"], config, holder="the checkpoint"):
+        raise InputError(f"{began}: config.json is another than when the run began: {other}")
 
 
-def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str | None) -> str:
+def _write(place: Path, beside: Path, *, began: str, trainer: Mapping[str, Any], dtype: str | None) -> str:
     """Writes the weights and what lies beside the starting ones; says what that is."""
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -105,19 +114,16 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
     cast = getattr(torch, dtype) if dtype else None
     lora = trainer["config"]["lora"]
     if lora["rank"]:
-        weights = trainer["config"]["model"]["weights"]
-        return _write_adapter(place, beside, lora=lora, weights=weights, cast=cast)
-    began = Path(trainer["config"]["model"]["weights"] or os.devnull)
-    config = AutoConfig.for_model(**trainer["model"])
-    if trainer["config"]["model"]["weights"]:
-        _copy_small(began, beside)
+        return _write_adapter(place, beside, lora=lora, weights=began, cast=cast)
+    config = known_config(trainer["model"], holder=str(place))
+    if began:
+        _copy_small(Path(began), beside)
     else:
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
         config.save_pretrained(beside)
 
     model = skeleton(config, precision="fp32")
-    original = {file: tensor_sizes(file) for file in weight_files(began)}
-    names = match_weights(model, str(began)) if original else default_names(model)
+    names = match_weights(model, began) if began else default_names(model)
     tied = tied_names(model)
     files = _Files(beside, cast=cast)
     sizes = checkpoint.model_sizes(place)
@@ -129,11 +135,12 @@ def _write(place: Path, beside: Path, *, trainer: Mapping[str, Any], dtype: str 
         values = checkpoint.read_model(place, [name for made in several for name in targets[made]])
         files.add({key: value for made in several for key, value in made.revert(model, values).items()})
     _say_dtype(beside / "config.json", files.dtype)
-    taken = names.stored()
-    for file, others in original.items():  # what training left alone
+    left = set(names.left)  # by training: a vision tower, heads of several tokens
+    for file in sorted({names.places[name] for name in left}):
         with safe_open(file, framework="pt") as stored:
-            for left in _groups({name: size for name, size in others.items() if name not in taken}):
-                files.add({name: stored.get_tensor(name) for name in left})
+            others = {name: size for name, size in tensor_sizes(file).items() if name in left}
+            for several_left in _groups(others):
+                files.add({name: stored.get_tensor(name) for name in several_left})
     return files.finish()
 
 
@@ -156,8 +163,12 @@ def _opened(weights: str) -> PreTrainedModel:
     with torch.device("meta"):
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not config.architectures:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        elif (cls := getattr(transformers, config.architectures[0], None)) is not None:
+            model = cls(config)
         else:
-            model = getattr(transformers, config.architectures[0])(config)
+            raise InputError(
+                f"{weights}: transformers has no {config.architectures[0]}, so no adapter for it"
+            )
     return model
 
 
@@ -193,13 +204,13 @@ def _cast(value: Tensor, dtype: torch.dtype | None, *, name: str) -> Tensor:
 def _say_dtype(file: Path, dtype: torch.dtype) -> None:
     """config.json names the type in which transformers opens a model: that of what was trained."""
     config, name = json.loads(file.read_text("utf-8")), str(dtype).removeprefix("torch.")
-    changed = False
-    for part in (config, config.get("text_config", {})):
-        for key in ("dtype", "torch_dtype"):
-            if part.get(key, name) != name:
-                part[key], changed = name, True
-    if changed:
-        file.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    parts = [config, config.get("text_config") or {}]
+    named = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if key in part]
+    if named and all(part[key] == name for part, key in named):
+        return  # as it was, to the letter
+    for part, key in named or [(config, "dtype")]:
+        part[key] = name
+    file.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def _checkpoint(source: Path) -> Path:

@@ -158,6 +158,6 @@ def tidy() -> None:
     torch says in the variable where it is. A process that still needs it makes it again.
     """
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.devnull))
-    if folder.parent == Path(tempfile.gettempdir()):
+    if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("torchinductor_"):
         with suppress(OSError):  # not empty, or gone by another rank's hand
             folder.rmdir()

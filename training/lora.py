@@ -16,6 +16,8 @@ from training.errors import InputError, OptionError, one_line
 
 _BASE = ".base_layer"
 _ADAPTER = ".default"
+TEXT_PARTS = (("model.", "model.language_model."), ("", "language_model."))
+"""Prefixes of a text model's names, and what those are in a model of several modalities: Qwen3.5, Gemma 3."""
 
 
 def add_adapters(model: PreTrainedModel, *, lora: Lora) -> None:
@@ -105,7 +107,8 @@ def exported_name(name: str, *, model: PreTrainedModel) -> str:
     """
     layer, half = re.split(r"(?=\.lora_[AB]\.)", name, maxsplit=1)
     layers = {found for found, _ in model.named_modules()}
-    for own in (layer, layer.replace("model.", "model.language_model.", 1), f"language_model.{layer}"):
-        if own in layers:
-            return f"base_model.model.{own}{half.replace(_ADAPTER, '')}"
+    for own, there in (("", ""), *TEXT_PARTS):
+        place = there + layer.removeprefix(own)
+        if layer.startswith(own) and place in layers:
+            return f"base_model.model.{place}{half.replace(_ADAPTER, '')}"
     raise InputError(f"{type(model).__name__} has no {layer}, so no adapter of that name would be taken")

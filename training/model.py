@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import json
 import re
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
@@ -43,6 +45,15 @@ TINY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+
+_INCIDENTAL = frozenset({
+    "architectures", "bos_token_id", "dtype", "eos_token_id", "transformers_version", "use_cache",
+    "_name_or_path",
+})  # fmt: skip
+"""Of a configuration what is no part of the mathematics."""
+_BAD_CONFIG = (OSError, ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError)
+"""What transformers raises: much of what it computes from a bad value it does not check first."""
 
 
 def read_config(model: Model, *, vocabulary: int) -> PretrainedConfig:
@@ -94,12 +105,45 @@ def saved_config(place: str) -> PretrainedConfig:
     local = local_only(place, "config.json")
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=local)
-    # Much of what transformers computes from a bad value it does not check first.
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError) as error:
+    except _BAD_CONFIG as error:
         raise InputError(
             f"{place} has no configuration that transformers reads ({one_line(error)}): give a model's "
             "folder, its config.json or its name on the Hub"
         ) from error
+
+
+def known_config(values: Mapping[str, Any], *, holder: str) -> PretrainedConfig:
+    """A text model's configuration from what another run, or another version of transformers, wrote.
+
+    Raises:
+        InputError: this version does not know or take it.
+    """
+    try:
+        return AutoConfig.for_model(**values)
+    except _BAD_CONFIG as error:
+        wrote, now = values.get("transformers_version"), transformers.__version__
+        by = "" if wrote == now else f" (saved with transformers {wrote}, now {now})"
+        reason = one_line(error).partition(". ")[0][:200]
+        raise InputError(f"{holder} is of a model that is not known here{by}: {reason}") from error
+
+
+def difference(saved: Mapping[str, Any], here: Mapping[str, Any], *, holder: str) -> str:
+    """The first setting in which a saved configuration and another are other models; "" where none is.
+
+    Compared as this version of transformers writes them, which may name its defaults otherwise.
+
+    Raises:
+        InputError: as `known_config`.
+    """
+    before, after = (
+        json.loads(json.dumps(known_config(values, holder=holder).to_dict())) for values in (saved, here)
+    )
+    for key in sorted(before.keys() | after.keys(), key=lambda key: (key != "model_type", key)):
+        if key not in _INCIDENTAL and before.get(key) != after.get(key):
+            wrote, now = saved.get("transformers_version"), transformers.__version__
+            by = "" if wrote == now else f" (saved with transformers {wrote}, now {now})"
+            return f"its {key} is {before.get(key)!r}, here {after.get(key)!r}{by}"
+    return ""
 
 
 def skeleton(config: PretrainedConfig, *, precision: Precision) -> PreTrainedModel:
@@ -225,6 +269,13 @@ def materialise(module: nn.Module, *, model: PreTrainedModel, device: torch.devi
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers that are a module's own, not its children's."""
     return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Parameters that are another one, by name."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in every if first[parameter] != name}
 
 
 def ends(model: PreTrainedModel) -> list[nn.Module]:

@@ -27,6 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -36,7 +37,8 @@ from transformers.core_model_loading import (
 
 from training.errors import InputError, one_line
 from training.files import weight_files
-from training.lora import is_adapter, own_name
+from training.lora import TEXT_PARTS, is_adapter, own_name
+from training.model import tied_names
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types whose numbers are the weights themselves."""
@@ -56,6 +58,8 @@ class Made:
     converter: WeightConverter
     sources: dict[str, str] = field(default_factory=dict)
     """From the name that the converter goes by to the stored one, in the converter's order."""
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    """Of the stored ones, by the first of these names."""
     targets: dict[str, str] = field(default_factory=dict)
     """From the name that the converter gives to the model's."""
 
@@ -64,12 +68,23 @@ class Made:
         tensors = {name: read(key) for name, key in self.sources.items()}
         return _apply(copy.deepcopy(self.converter), tensors, model=model)
 
-    def revert(self, model: PreTrainedModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """From the model's tensors, which are taken out of the values, to those to store by their names."""
-        tensors = {name: values.pop(own) for name, own in self.targets.items()}
-        found = _apply(self.converter.reverse_transform(), tensors, model=model)
-        # Not a view: half a fused tensor would keep all of it in memory.
-        return {self.sources[name]: value.contiguous() for name, value in found.items()}
+    def revert(self, model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """From the model's tensors by its names to those to store by theirs, which may be views."""
+        tensors = {name: values[own] for name, own in self.targets.items()}
+        match self.converter.operations:
+            case [Concatenate(dim=dim)]:  # its reverse makes equal parts, which these need not be
+                (whole,) = tensors.values()
+                parts = sorted(self.sources, key=lambda name: self._pattern(name))
+                split = torch.split(whole, [self.shapes[name][dim] for name in parts], dim=dim)
+                found = dict(zip(parts, split, strict=True))
+            case _:
+                found = _apply(self.converter.reverse_transform(), tensors, model=model)
+        return {self.sources[name]: value for name, value in found.items()}
+
+    def _pattern(self, name: str) -> int:
+        """The number of the pattern that takes a source: those of the first come first."""
+        _, pattern = self.converter.rename_source_key(name)
+        return list(self.converter.source_patterns).index(pattern)
 
 
 def _apply(converter: Any, tensors: Mapping[str, Tensor], *, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -181,9 +196,7 @@ def match_weights(model: PreTrainedModel, directory: str) -> Stored:
                 f"{directory}: {key} is of {list(header.shapes[key])} in the safetensors, of "
                 f"{list(state[name].size())} by config.json: one of them belongs to another model"
             )
-    integers = {key for name, key in found.as_they_are.items() if not state[name].is_floating_point()}
-    taken = found.stored()
-    if odd := [key for key in sorted(taken - integers) if header.types[key] not in _PLAIN]:
+    if odd := [key for key in sorted(found.stored()) if header.types[key] not in _PLAIN]:
         raise InputError(f"{directory}: {odd[0]} is stored as {header.types[odd[0]]}: {_QUANTIZED}")
     tied = tied_names(model)
     for name, one in tied.items():
@@ -237,8 +250,7 @@ def _read_headers(files: Sequence[Path], *, directory: str) -> _Header:
             raise InputError(f"{file}: can't be read: {one_line(error)}") from error
         if twice := sorted(header.places.keys() & types):
             raise InputError(
-                f"{directory}: {twice[0]} is in {header.places[twice[0]].name} and in {file.name}: take away "
-                "the file that does not belong to the model"
+                f"{directory}: {twice[0]} is in {header.places[twice[0]].name} and in {file.name}: {_TWICE}"
             )
         header.types.update(types)
         header.shapes.update(shapes)
@@ -257,14 +269,13 @@ class _Rules:
         self.names = {own_name(name): name for name in model.state_dict() if not is_adapter(name)}
         """From the name without adapters to the model's."""
 
-    def place(self, key: str) -> tuple[str, str, WeightConverter | None] | None:
+    def match(self, key: str) -> tuple[str, str, WeightConverter | None] | None:
         """For a stored name: the parameter, the name that a converter takes it by, and the converter, if any.
 
         None for what the model has no parameter for, a vision tower's, say.
         """
-        # Checkpoints of several modalities keep the text model under a prefix: Qwen3.5's, Gemma 3's.
-        text = (key.replace("model.language_model.", "model.", 1), key.removeprefix("language_model."))
-        for form in dict.fromkeys((key, *text)):
+        text = [own + key.removeprefix(there) for own, there in TEXT_PARTS if key.startswith(there)]
+        for form in (key, *text):
             name, pattern = rename_source_key(
                 form, self._renamings, self._converters, self._prefix, self.names
             )
@@ -273,9 +284,6 @@ class _Rules:
             if name in self.names:
                 seen, _ = rename_source_key(form, self._renamings, [])
                 return name, seen, next(c for c in self._converters if c.rename_source_key(seen)[1])
-            name, _ = rename_source_key(form, [], [], self._prefix, self.names)
-            if name in self.names:  # in the model's form already
-                return name, name, None
         return None
 
 
@@ -295,16 +303,18 @@ def _find(
     as_they_are: dict[str, str] = {}
     groups: dict[str, Made] = {}
     for key in sorted(shapes, key=dot_natural_key):
-        if (found := rules.place(key)) is None:
+        if (found := rules.match(key)) is None:
             continue
         name, seen, converter = found
         if converter is None:
-            taken, place = as_they_are, rules.names[name]
+            taken, by = as_they_are, rules.names[name]
         else:
-            taken, place = groups.setdefault(name, Made(converter)).sources, seen
-        if place in taken:
-            raise InputError(f"{directory}: {taken[place]} and {key} are both {seen}: {_TWICE}")
-        taken[place] = key
+            group = groups.setdefault(name, Made(converter))
+            group.shapes[seen] = shapes[key]
+            taken, by = group.sources, seen
+        if by in taken:
+            raise InputError(f"{directory}: {taken[by]} and {key} are both {seen}: {_TWICE}")
+        taken[by] = key
     made = tuple(groups.values())
     _try(made, model=model, shapes=shapes, names=rules.names, directory=directory)
     for one in made:
@@ -392,10 +402,3 @@ def _check_left(left: Set[str], *, taken: Set[str], model: PreTrainedModel, dire
                 f"{directory}: {key} is in the safetensors, and {type(model).__name__} by config.json has no "
                 f"place for it: either it belongs to another model, or {_QUANTIZED}"
             )
-
-
-def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Parameters that are another one, by name."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[parameter] for name, parameter in every if first[parameter] != name}

@@ -183,7 +183,7 @@ class PartWriter:
         self._check_open()
         if open_parts := [name for name, part in self._parts.items() if part._digest is None]:
             raise RuntimeError(f"finish the part {open_parts[0]!r} first")
-        self._over = "was finished"
+        self._over = "failed to finish"
         with writing(self._folder):
             if self._shard_buffers or not self._contents["buffers"]:
                 self._close_shard()
@@ -211,6 +211,7 @@ class PartWriter:
                 (self._folder / RUN).write_bytes(sealed(run))
             (self._folder / MANIFEST).write_bytes(manifest)
         self._digest = json.loads(manifest)["digest"]
+        self._over = "was finished"
 
     def _check_open(self) -> None:
         if self._over:

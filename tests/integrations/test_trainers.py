@@ -459,6 +459,8 @@ def test_rows_without_ids_are_refused_by_name(
     """What a row has is said; of datasets or of a list alike."""
     right = PackedDataset(data.shards, multiple_of=16)
     trainer = make_trainer(train_dataset=right)
+    trainer.eval_dataset = [right.shards[0]]
+    check_trainer(trainer)
     for rows in (datasets.Dataset.from_dict({"text": ["a"]}), [{"text": "a"}]):
         trainer.eval_dataset = rows
         with pytest.raises(OptionError, match="eval_dataset has no input_ids, only text"):

@@ -801,3 +801,9 @@ def test_nothing_is_added_to_a_set_that_is_over(tmp_path: Path) -> None:
                 add(part)
     verify(tmp_path / "finished")
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["finished"]
+    with ShardWriter(tmp_path / "failed", capacity=64, fingerprint={}) as set_:
+        set_.write(buffer)
+        with pytest.raises(TypeError):
+            set_.finish({"rows": object()})
+        with pytest.raises(RuntimeError, match="this shard set failed to finish, so nothing"):
+            set_.finish({})

@@ -308,9 +308,13 @@ def test_a_control_group_s_limit_counts(
     assert cost.free_memory() == 2000 * 1024
     cost.CGROUP.write_text(f"{groups}\n")
     assert cost.free_memory() == 2000 * 1024
-    others = f"23 28 0:21 / {tmp_path}/proc rw - proc proc rw\n24 28 0:22 / /cpu rw - cgroup cgroup rw,cpu\n"
+    others = (
+        f"23 28 0:21 / {tmp_path}/proc rw - proc proc rw\n24 28 0:22 / {tmp_path}/cpu rw - cgroup c rw,cpu\n"
+    )
     lines = mounts.format(tmp_path).splitlines()
     cost.MOUNTS.write_text(others + "".join(f"3{i} 25 0:2{i} {line}\n" for i, line in enumerate(lines)))
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / V1).write_text("1\n")
     limited = tmp_path / file
     limited.parent.mkdir(parents=True)
     assert cost.free_memory() == 2000 * 1024

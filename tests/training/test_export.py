@@ -1,5 +1,6 @@
 """Round trip: start from a directory, train, export, open with transformers: equal logits."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -142,10 +143,17 @@ def test_an_export_needs_what_its_run_began_from(tmp_path: Path, capsys: pytest.
         assert main(["export", str(run), out]) == 2
         assert "choose another name" in capsys.readouterr().err
     config = (start / "config.json").read_text()
-    for text in ("{}", '{"model_type": "llama"}'):
+    other = json.dumps(json.loads(config) | {"rms_norm_eps": 0.5})
+    for text, said in (
+        ("{}", "config"),
+        ('{"model_type": "llama"}', "model_type is 'qwen3', here 'llama'"),
+        (other, "rms_norm_eps is 1e-06, here 0.5"),
+    ):
         (start / "config.json").write_text(text)
         assert main(["export", str(run), str(tmp_path / "out")]) == 2
-        assert str(start) in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert str(start) in error
+        assert said in error
     (start / "config.json").write_text(config)
     start.rename(tmp_path / "elsewhere")
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
@@ -169,6 +177,9 @@ def test_an_export_says_its_type_and_keeps_what_is_no_plain_number(
         "visual.mask": torch.tensor([True]),
         "visual.weight": torch.ones(2).to(torch.float8_e4m3fn),
     }
+    config = json.loads((start / "config.json").read_text())
+    del config["dtype"]
+    (start / "config.json").write_text(json.dumps(config | {"text_config": None}))
     stored = load_file(start / "model.safetensors")
     save_file(stored | left, start / "model.safetensors", metadata={"format": "pt"})
     run = trained(tmp_path, f"model.weights={start}", "model.freeze=['model.embed_tokens.weight']")

@@ -238,7 +238,7 @@ def test_only_an_empty_folder_of_torch_s_own_is_taken_away(
 ) -> None:
     """What holds compiled layers stays, and so does a folder that somebody chose elsewhere."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    empty, full, chosen = tmp_path / "torchinductor_me", tmp_path / "torchinductor_you", tmp_path / "my/own"
+    empty, full, chosen = tmp_path / "torchinductor_me", tmp_path / "torchinductor_you", tmp_path / "my-own"
     for folder in (empty, full / "fxgraph", chosen):
         folder.mkdir(parents=True)
     for folder in (empty, empty, full, chosen):

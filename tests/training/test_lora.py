@@ -1,5 +1,6 @@
 """LoRA: adapters alone are trained, saved, resumed and exported, on any number of ranks."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Qwen3_5TextConfig,
 )
 
@@ -23,6 +26,15 @@ from training.checkpoint import model_sizes, newest, read_model
 from training.kernels.families import FAMILIES, build, tiny_config
 from training.model import TINY
 
+TINY_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
 peft = pytest.importorskip("peft")  # the environment with the oldest transformers has none
 
 
@@ -181,6 +193,35 @@ def test_adapters_of_a_text_part_open_on_the_whole_model(tmp_path: Path) -> None
     before = stock(input_ids=ids).logits
     opened = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
     assert (opened(input_ids=ids).logits - before).abs().max() > 1e-2
+
+
+def test_adapters_open_on_the_class_that_config_json_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of LLaVA AutoModelForCausalLM makes nothing. A class that is not there is named."""
+    text = {**TINY_LLAMA, "vocab_size": VOCABULARY}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlavaConfig(
+        text_config=text,
+        vision_config={"model_type": "clip_vision_model", **vision, "image_size": 28, "patch_size": 14},
+        image_token_index=90,
+        tie_word_embeddings=False,
+    )
+    place = tmp_path / "weights"
+    LlavaForConditionalGeneration(config).save_pretrained(place)
+    prepare(tmp_path)
+    assert main(command(tmp_path)) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 0
+    assert "tensors for LlavaForConditionalGeneration" in capsys.readouterr().out
+    stock = LlavaForConditionalGeneration.from_pretrained(place).eval()
+    ids = torch.arange(20)[None]
+    before = stock(input_ids=ids).logits
+    opened = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
+    assert (opened(input_ids=ids).logits - before).abs().max() > 1e-2
+    saved = json.loads((place / "config.json").read_text()) | {"architectures": ["MyOwnModel"]}
+    (place / "config.json").write_text(json.dumps(saved))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "other")]) == 2
+    assert "transformers has no MyOwnModel" in capsys.readouterr().err
 
 
 def test_layers_that_take_no_adapter_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from tiny_shards import VOCABULARY, some_shards
 from training.__main__ import main
 from training.checkpoint import model_sizes, newest, read_model
 from training.files import DIGESTS, TRAINER, _digest
-from training.kernels.families import FAMILIES, tiny_config
+from training.kernels.families import FAMILIES, build, tiny_config
 from training.metrics import read
 
 ALWAYS = ("schedule.steps=0", "schedule.epochs=2", "checkpoint.every=1", "model.checkpointing=0")
@@ -102,7 +102,7 @@ def test_a_tied_head_is_stored_once_and_one_stored_twice_still_goes_on(
     for run in ("now", "before"):
         with monkeypatch.context() as patch:
             if run == "before":
-                patch.setattr("training.checkpoint._once", lambda state, _: state)
+                patch.setattr("training.checkpoint.tied_names", lambda _: {})
             assert main(words("run.steps=2", run=run)) == 0
         assert (head in model_sizes(saved(tmp_path / run))) == (run == "before")
         assert main(words("run.steps=4", run=run, flags=("--resume",))) == 0
@@ -200,14 +200,50 @@ def test_another_transformers_names_its_defaults_otherwise(
     shorter = {key: value for key, value in before["model"].items() if key != "hidden_act"}
     older = shorter | {"partial_rotary_factor": 0.25, "transformers_version": "5.16.0"}
     unknown = {"model_type": "qwen9", "transformers_version": "9.0"}
+    layers = {"layer_types": ["new_attention"] * 4, "transformers_version": "9.0"}
     for model, said in (
         (older, ""),
         (older | {"clip_qkv": 3.0}, "its clip_qkv is 3.0, here None (saved with transformers 5.16.0, now "),
         (before["model"] | unknown, "not known here (saved with transformers 9.0, now "),
+        (before["model"] | layers, "not known here (saved with transformers 9.0, now "),
     ):
         (saved / TRAINER).write_text(json.dumps(before | {"model": model}))
         digests = json.loads((saved / DIGESTS).read_text())
         (saved / DIGESTS).write_text(json.dumps(digests | {TRAINER: _digest(saved / TRAINER)}))
         capsys.readouterr()
         assert main(words("run.steps=1", flags=("--resume", "--dry-run"))) == (2 if said else 0)
-        assert said in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == bool(said)
+        assert len(error) < 500
+        if said.startswith("not known"):
+            assert main(["export", str(saved), str(tmp_path / "out")]) == 2
+            assert "is of a model that is not known here" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_beside_the_weights_that_it_began_from(
+    words: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is read from them but by the export; so moved ones go on, none do too, and others do not.
+
+    The export says where to name them.
+    """
+    for seed, name in enumerate(("start", "other")):
+        config = tiny_config(FAMILIES[0])
+        config.vocab_size = VOCABULARY
+        build(config, FAMILIES[0].architecture, seed=seed).save_pretrained(tmp_path / name)
+    start, moved, other = (f"model.weights={tmp_path / name}" for name in ("start", "moved", "other"))
+    assert main(words("model.config=", start, "run.steps=1")) == 0
+    (tmp_path / "start").rename(tmp_path / "moved")
+    resume = ("--resume",)
+    assert main(words("model.config=", moved, "run.steps=2", flags=resume)) == 0
+    capsys.readouterr()
+    assert main(words("model.config=", other, "run.steps=3", flags=resume)) == 2
+    assert f"did not begin from the weights in {tmp_path / 'other'}" in capsys.readouterr().err
+    assert main(words(f"model.config={tmp_path / 'moved'}", "run.steps=3", flags=resume)) == 0
+    out = str(tmp_path / "out")
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), out]) == 2
+    assert "model.weights does not hold the weights that the run began from" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), out, "--weights", str(tmp_path / "other")]) == 2
+    assert main(["export", str(tmp_path / "run"), out, "--weights", str(tmp_path / "moved")]) == 0

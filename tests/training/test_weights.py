@@ -19,9 +19,10 @@ from transformers import (
 
 from training.__main__ import main
 from training.checkpoint import newest, read_model
+from training.config import Model
 from training.errors import InputError
 from training.kernels.families import FAMILIES, Family, build, tiny_config
-from training.model import skeleton
+from training.model import read_config, skeleton
 from training.weights import Stored, default_names, load_weights, match_weights
 
 MOE = next(family for family in FAMILIES if family.name == "Qwen3-MoE")
@@ -38,13 +39,38 @@ def model_of(family: Family, *, seed: int = 0, **changes: Any) -> PreTrainedMode
     return model
 
 
+def test_parts_of_unequal_size_come_apart_again(tmp_path: Path) -> None:
+    """OLMo-hybrid's convolutions of query, key and value, kept as one: its values are twice as wide."""
+    (family,) = (family for family in FAMILIES if family.name == "OLMo-hybrid")
+    config = tiny_config(family)
+    config.linear_value_head_dim = 2 * config.linear_key_head_dim
+    model = build(config, family.architecture)
+    fused = "model.layers.0.linear_attn.conv1d.weight"
+    plain = {name: value for name, value in model.state_dict().items() if ".conv1d." not in name}
+    for name in set(model.state_dict()) - set(plain):
+        value = model.state_dict()[name]
+        sizes = [value.shape[0] // 4, value.shape[0] // 4, value.shape[0] // 2]
+        for part, kept in zip("qkv", value.split(sizes), strict=True):
+            plain[name.replace("conv1d", f"{part}_conv1d")] = kept.clone()
+    save_file(plain, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    empty = build(config, family.architecture, seed=1)
+    found = match_weights(empty, str(tmp_path))
+    assert fused in {name for made in found.made for name in made.targets.values()}
+    load_weights(empty, stored=found)
+    for name, value in model.state_dict().items():
+        assert torch.equal(empty.state_dict()[name], value), name
+    back = taken_back(found, empty, empty.state_dict())
+    assert back.keys() == plain.keys()
+    assert all(torch.equal(back[name], value) for name, value in plain.items())
+
+
 def taken_back(
     stored: Stored, model: PreTrainedModel, state: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """What an export would write."""
     back = {key: state[name] for name, key in stored.as_they_are.items()}
     for made in stored.made:
-        back |= made.revert(model, dict(state))
+        back |= made.revert(model, state)
     return back
 
 
@@ -145,6 +171,7 @@ def test_stored_experts_that_are_no_model_are_refused(tmp_path: Path) -> None:
             {"norm.weight": torch.ones(32)},
             ("model.norm.weight and norm.weight are both model.norm.weight", "take away"),
         ),
+        ({up.replace(".2.", ".4."): plain[up], up: None}, ("8 stored tensors", "can't be told apart again")),
         ({"model.norm.weight": None}, ("1 of 25 parameters", "model.norm.weight")),
     ):
         wanted = {key: value for key, value in {**plain, **change}.items() if value is not None}
@@ -178,6 +205,23 @@ def test_the_index_says_which_files_are_the_models(tmp_path: Path) -> None:
         index.write_text(text)
         with pytest.raises(InputError, match=r"index\.json: no index of weights"):
             match_weights(bare, str(tmp_path))
+
+
+def test_without_an_index_all_files_are_the_models(tmp_path: Path) -> None:
+    """But for what another system noted beside them; and a configuration that names others is refused."""
+    model = model_of(MOE)
+    model.save_pretrained(tmp_path, max_shard_size=20_000)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "._model.safetensors").write_bytes(b"another system's note")
+    empty = AutoModelForCausalLM.from_config(model.config)
+    load_weights(empty, stored=match_weights(empty, str(tmp_path)))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in empty.state_dict().items())
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "transformers_weights": "other.safetensors"
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"transformers_weights names other\.safetensors"):
+        read_config(Model(weights=str(tmp_path)), vocabulary=VOCABULARY)
 
 
 def test_one_file_comes_before_an_index(tmp_path: Path) -> None:
