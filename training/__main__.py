@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="section.key",
-        help="with --resume: a setting that may differ from the checkpoint's although it changes the losses",
+        help="with --resume: a setting that may differ from the checkpoint's although it would be refused",
     )
     run.add_argument("--profile", metavar="FIRST:LAST", help="trace these steps; short for --set run.profile")
     run.add_argument("--dry-run", action="store_true", help="check and print what would run, then stop")

@@ -279,7 +279,8 @@ def check_resume(
         raise ResumeError(f"the checkpoint was saved with {was}: set it so again, or add {flags}")
     # Beside adapters the model's own weights are in no checkpoint: other ones would be another model. Without
     # them nothing is read from there but by the export: what was not trained, and all names.
-    if base and not config.lora.rank and trainer["base"] != base and "model.weights" not in accept:
+    moved = config.model.weights != trainer["config"]["model"]["weights"]
+    if base and moved and not config.lora.rank and trainer["base"] != base and "model.weights" not in accept:
         raise ResumeError(
             f"the run did not begin from the weights in {config.model.weights}, on which its export would "
             "build: give those that it did, if any, or add --accept model.weights"

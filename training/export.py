@@ -18,10 +18,11 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from training import checkpoint
+from training.config import Model
 from training.errors import InputError, OptionError, OutputError, writing
 from training.files import INDEX, TRAINER, check_digests, tensor_sizes, weights_digest
 from training.lora import exported_name, write_config
-from training.model import difference, known_config, saved_config, skeleton, tied_names
+from training.model import difference, known_config, read_config, saved_config, skeleton, tied_names
 from training.weights import default_names, match_weights
 
 T = TypeVar("T")
@@ -65,6 +66,8 @@ def export(
     """
     place = _checkpoint(Path(source))
     trainer = checkpoint.read_trainer(place)
+    if weights and not trainer["base"]:
+        raise InputError(f"{place}: the run began from random weights: leave --weights out")
     began = weights or trainer["config"]["model"]["weights"]
     if began or trainer["base"]:
         _check_start(began, trainer=trainer)
@@ -101,9 +104,12 @@ def _check_start(began: str, *, trainer: Mapping[str, Any]) -> None:
             f"{began or 'model.weights'}{here} does not hold the weights that the run began from, on which "
             "its export builds: add --weights DIR"
         )
-    config = saved_config(began).get_text_config().to_dict()
+    config = read_config(Model(weights=began), vocabulary=0).to_dict()
     if other := difference(trainer["model"], config, holder="the checkpoint"):
-        raise InputError(f"{began}: config.json is another than when the run began: {other}")
+        raise InputError(
+            f"{began}: config.json is another than when the run began ({other}): put its own there again, or "
+            "add --weights DIR"
+        )
 
 
 def _write(place: Path, beside: Path, *, began: str, trainer: Mapping[str, Any], dtype: str | None) -> str:
@@ -133,7 +139,11 @@ def _write(place: Path, beside: Path, *, began: str, trainer: Mapping[str, Any],
     targets = {made: list(made.targets.values()) for made in names.made}
     for several in _groups({made: sum(sizes[name] for name in targets[made]) for made in names.made}):
         values = checkpoint.read_model(place, [name for made in several for name in targets[made]])
-        files.add({key: value for made in several for key, value in made.revert(model, values).items()})
+        apart: dict[str, Tensor] = {}
+        for made in several:
+            apart |= made.revert(model, {name: values.pop(name) for name in targets[made]})
+        files.add(apart)
+        del apart
     _say_dtype(beside / "config.json", files.dtype)
     left = set(names.left)  # by training: a vision tower, heads of several tokens
     for file in sorted({names.places[name] for name in left}):
@@ -160,14 +170,17 @@ def _write_adapter(
 def _opened(weights: str) -> PreTrainedModel:
     """On meta, what users open: AutoModelForCausalLM's class where it knows one, or config.json's."""
     config = saved_config(weights)
+    name = (config.architectures or [""])[0]
+    cls: Any = getattr(transformers, name, None)
     with torch.device("meta"):
-        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not config.architectures:
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        elif (cls := getattr(transformers, config.architectures[0], None)) is not None:
+        elif isinstance(cls, type) and getattr(cls, "config_class", None) is type(config):
             model = cls(config)
         else:
             raise InputError(
-                f"{weights}: transformers has no {config.architectures[0]}, so no adapter for it"
+                f"{weights}: architectures name no class of transformers for {config.model_type}"
+                f"{name and f', but {name}'}, so no adapter would open"
             )
     return model
 

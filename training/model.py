@@ -48,11 +48,13 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 _INCIDENTAL = frozenset({
-    "architectures", "bos_token_id", "dtype", "eos_token_id", "transformers_version", "use_cache",
-    "_name_or_path",
+    "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+    "tokenizer_class", "transformers_version", "use_cache", "_name_or_path",
 })  # fmt: skip
 """Of a configuration what is no part of the mathematics."""
-_BAD_CONFIG = (OSError, ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError)
+_BAD_CONFIG = (
+    OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, StrictDataclassError,
+)  # fmt: skip
 """What transformers raises: much of what it computes from a bad value it does not check first."""
 
 

@@ -63,7 +63,7 @@ def train(config: Config, *, resume: bool = False, accept: Sequence[str] = (), d
     Args:
         config: The resolved configuration.
         resume: Go on from the newest checkpoint in the run directory.
-        accept: Settings that may differ from the checkpoint's although that changes the losses.
+        accept: Settings that may differ from the checkpoint's although they would be refused.
         dry_run: Check everything, print what would run, and stop before memory is taken.
 
     Raises:

@@ -69,7 +69,7 @@ class Made:
         return _apply(copy.deepcopy(self.converter), tensors, model=model)
 
     def revert(self, model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """From the model's tensors by its names to those to store by theirs, which may be views."""
+        """From the model's tensors by its names to those to store by theirs; no part keeps a larger whole."""
         tensors = {name: values[own] for name, own in self.targets.items()}
         match self.converter.operations:
             case [Concatenate(dim=dim)]:  # its reverse makes equal parts, which these need not be
@@ -79,7 +79,7 @@ class Made:
                 found = dict(zip(parts, split, strict=True))
             case _:
                 found = _apply(self.converter.reverse_transform(), tensors, model=model)
-        return {self.sources[name]: value for name, value in found.items()}
+        return {self.sources[name]: value.contiguous() for name, value in found.items()}
 
     def _pattern(self, name: str) -> int:
         """The number of the pattern that takes a source: those of the first come first."""

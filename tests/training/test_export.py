@@ -83,6 +83,8 @@ def test_export_of_random_weights_in_bf16(tmp_path: Path, capsys: pytest.Capture
     run = trained(tmp_path, "model.config=tiny-qwen3_5")
     assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     assert "no tokenizer copied: add --tokenizer DIR" in capsys.readouterr().out
+    assert main(["export", str(run), str(tmp_path / "other"), "--weights", str(tmp_path / "out")]) == 2
+    assert "the run began from random weights: leave --weights out" in capsys.readouterr().err
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(opened).__name__ == "Qwen3_5ForCausalLM"
     saved = newest(run / "checkpoints")
@@ -147,6 +149,7 @@ def test_an_export_needs_what_its_run_began_from(tmp_path: Path, capsys: pytest.
     for text, said in (
         ("{}", "config"),
         ('{"model_type": "llama"}', "model_type is 'qwen3', here 'llama'"),
+        (json.dumps(json.loads(config) | {"dtype": "auto"}), "no configuration that transformers reads"),
         (other, "rms_norm_eps is 1e-06, here 0.5"),
     ):
         (start / "config.json").write_text(text)

@@ -218,10 +218,13 @@ def test_adapters_open_on_the_class_that_config_json_names(
     before = stock(input_ids=ids).logits
     opened = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
     assert (opened(input_ids=ids).logits - before).abs().max() > 1e-2
-    saved = json.loads((place / "config.json").read_text()) | {"architectures": ["MyOwnModel"]}
-    (place / "config.json").write_text(json.dumps(saved))
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "other")]) == 2
-    assert "transformers has no MyOwnModel" in capsys.readouterr().err
+    saved = json.loads((place / "config.json").read_text())
+    for names in (["MyOwnModel"], ["LlamaForCausalLM"], ["LlavaConfig"], ["AutoModelForCausalLM"], [], None):
+        (place / "config.json").write_text(json.dumps(saved | {"architectures": names}))
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "other")]) == 2
+        error = capsys.readouterr().err
+        assert "architectures name no class of transformers for llava" in error
+        assert not names or f"but {names[0]}, so no adapter would open" in error
 
 
 def test_layers_that_take_no_adapter_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

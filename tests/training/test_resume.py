@@ -240,7 +240,10 @@ def test_a_run_goes_on_beside_the_weights_that_it_began_from(
     capsys.readouterr()
     assert main(words("model.config=", other, "run.steps=3", flags=resume)) == 2
     assert f"did not begin from the weights in {tmp_path / 'other'}" in capsys.readouterr().err
-    assert main(words(f"model.config={tmp_path / 'moved'}", "run.steps=3", flags=resume)) == 0
+    accepted = (*resume, "--accept", "model.weights")
+    assert main(words("model.config=", other, "run.steps=3", flags=accepted)) == 0
+    assert main(words("model.config=", other, "run.steps=4", flags=resume)) == 0, "accepted once"
+    assert main(words(f"model.config={tmp_path / 'moved'}", "run.steps=5", flags=resume)) == 0
     out = str(tmp_path / "out")
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), out]) == 2
