@@ -58,14 +58,14 @@ def test_random_values_are_drawn_block_by_block(folder: Path) -> None:
 
 
 def test_no_rank_loads_the_whole_model_and_none_exports_it(folder: Path) -> None:
-    """A rank has its shards and one mapped file; an export has one file of its own, and one tensor.
+    """A rank has its shards, one mapped file and one conversion; an export one file of its own, and one tensor.
 
     A whole model read after the export shows in the same measure. What was loaded by two ranks, saved and
     exported is what the files held, bit for bit.
     """
     run, out = folder / "run", folder / "out"
     for found in measure(folder, "load", folder / "model", run, ranks=2):
-        assert found["peak"] < 0.75 * found["whole"]
+        assert found["peak"] < 0.8 * found["whole"]
     (exported,) = measure(folder, "export", run, out)
     assert exported["peak"] < 0.4 * found["whole"]
     assert exported["control"] > 0.95 * found["whole"], "the measure does not see a whole model"
