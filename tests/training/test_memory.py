@@ -58,7 +58,7 @@ def test_random_values_are_drawn_block_by_block(folder: Path) -> None:
 
 
 def test_no_rank_loads_the_whole_model_and_none_exports_it(folder: Path) -> None:
-    """A rank has its shards, one mapped file and one conversion; an export one file of its own, and one tensor.
+    """A rank has its shards, one mapped file and one conversion; an export one file, and one tensor.
 
     A whole model read after the export shows in the same measure. What was loaded by two ranks, saved and
     exported is what the files held, bit for bit.
