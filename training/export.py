@@ -52,8 +52,8 @@ def export(
         source: A checkpoint, or a run directory, whose newest is taken.
         out: Directory to make; it appears when it is whole.
         tokenizer: Directory whose tokenizer files are copied; None takes those of the starting weights.
-        weights: Where the weights are now that the run began from; None means where they were.
         dtype: Of the weights: "bfloat16", "float16", "float32"; None as the checkpoint has them.
+        weights: Where the weights are now that the run began from; None means where they were.
 
     Returns:
         A line that says what was written, and whether the tokenizer is missing.

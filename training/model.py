@@ -123,10 +123,16 @@ def known_config(values: Mapping[str, Any], *, holder: str) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(**values)
     except _BAD_CONFIG as error:
-        wrote, now = values.get("transformers_version"), transformers.__version__
-        by = "" if wrote == now else f" (saved with transformers {wrote}, now {now})"
         reason = one_line(error).partition(". ")[0][:200]
-        raise InputError(f"{holder} is of a model that is not known here{by}: {reason}") from error
+        raise InputError(
+            f"{holder} is of a model that is not known here{_versions(values)}: {reason}"
+        ) from error
+
+
+def _versions(values: Mapping[str, Any]) -> str:
+    """Which transformers wrote a configuration, where it was another."""
+    wrote, now = values.get("transformers_version"), transformers.__version__
+    return "" if wrote == now else f" (saved with transformers {wrote}, now {now})"
 
 
 def difference(saved: Mapping[str, Any], here: Mapping[str, Any], *, holder: str) -> str:
@@ -142,9 +148,7 @@ def difference(saved: Mapping[str, Any], here: Mapping[str, Any], *, holder: str
     )
     for key in sorted(before.keys() | after.keys(), key=lambda key: (key != "model_type", key)):
         if key not in _INCIDENTAL and before.get(key) != after.get(key):
-            wrote, now = saved.get("transformers_version"), transformers.__version__
-            by = "" if wrote == now else f" (saved with transformers {wrote}, now {now})"
-            return f"its {key} is {before.get(key)!r}, here {after.get(key)!r}{by}"
+            return f"its {key} is {before.get(key)!r}, here {after.get(key)!r}{_versions(saved)}"
     return ""
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_shards import VOCABULARY, some_shards
+from tiny_shards import VOCABULARY, some_shards, tiny_qwen3
 from transformers import (
     AutoModelForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
-    Qwen3Config,
     Qwen3ForCausalLM,
 )
 
@@ -38,17 +37,7 @@ def trained(folder: Path, *overrides: str) -> Path:
 
 def tiny(*, tied: bool = False) -> Qwen3ForCausalLM:
     """A random model of two layers."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=tied,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return Qwen3ForCausalLM(tiny_qwen3(tie_word_embeddings=tied)).eval()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -10,10 +10,9 @@ import pytest
 import torch
 from running import losses
 from safetensors.torch import load_file, save_file
-from tiny_shards import VOCABULARY, held_out_loss, some_shards
+from tiny_shards import TINY_VISION, VOCABULARY, held_out_loss, some_shards, tiny_gemma3
 from transformers import (
     AutoModelForCausalLM,
-    Gemma3Config,
     Gemma3ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -178,13 +177,7 @@ def test_bad_targets_are_refused(
 
 def test_adapters_of_a_text_part_open_on_the_whole_model(tmp_path: Path) -> None:
     """Gemma 3 opens as a multimodal model, whose layers have other names: its adapter moves the logits."""
-    (family,) = (family for family in FAMILIES if family.name == "Gemma 3")
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = tiny_config(family).to_dict() | {"vocab_size": VOCABULARY, "pad_token_id": 0}
-    config = Gemma3Config(
-        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, image_token_index=90
-    )
-    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "weights")
+    Gemma3ForConditionalGeneration(tiny_gemma3()).save_pretrained(tmp_path / "weights")
     prepare(tmp_path)
     assert main(command(tmp_path)) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 0
@@ -200,10 +193,9 @@ def test_adapters_open_on_the_class_that_config_json_names(
 ) -> None:
     """Of LLaVA AutoModelForCausalLM makes nothing. A class that is not there is named."""
     text = {**TINY_LLAMA, "vocab_size": VOCABULARY}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlavaConfig(
         text_config=text,
-        vision_config={"model_type": "clip_vision_model", **vision, "image_size": 28, "patch_size": 14},
+        vision_config={"model_type": "clip_vision_model", **TINY_VISION},
         image_token_index=90,
         tie_word_embeddings=False,
     )

@@ -14,8 +14,16 @@ import pytest
 import torch
 from running import launch, losses, wait_for
 from safetensors.torch import load_file, save_file
-from tiny_shards import CAPACITY, VOCABULARY, examples, held_out_loss, some_shards, write_shards
-from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+from tiny_shards import (
+    CAPACITY,
+    VOCABULARY,
+    examples,
+    held_out_loss,
+    some_shards,
+    tiny_qwen3,
+    write_shards,
+)
+from transformers import AutoConfig, Qwen3ForCausalLM
 
 from packing import PackOptions, pack_dataset
 from packing.example import make_example
@@ -174,23 +182,6 @@ def test_a_run_says_beforehand_what_may_end_it(
     assert "step 1/1" in captured.out
     assert main(words(run="other", flags=("--dry-run",))) == 0
     assert "and at most 1.00 MiB are free" in capsys.readouterr().out.splitlines()[-1]
-
-
-def tiny_qwen3(**changes: Any) -> Qwen3Config:
-    return Qwen3Config(
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "max_position_embeddings": 64,
-            "tie_word_embeddings": False,
-        }
-        | changes
-    )
 
 
 def test_training_starts_from_the_weights_of_a_directory(

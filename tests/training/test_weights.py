@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_export import trained
-from tiny_shards import VOCABULARY
+from tiny_shards import VOCABULARY, tiny_gemma3
 from transformers import (
     AutoModelForCausalLM,
-    Gemma3Config,
     Gemma3ForConditionalGeneration,
     PreTrainedModel,
 )
@@ -105,15 +104,11 @@ def test_every_family_comes_in_and_goes_back(family: Family, tmp_path: Path) -> 
 
 
 def test_the_text_of_gemma_3_comes_in_alone(tmp_path: Path) -> None:
-    """Published checkpoints keep its text model under another prefix than Qwen3.5's."""
-    (family,) = (family for family in FAMILIES if family.name == "Gemma 3")
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = tiny_config(family).to_dict()
-    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
-    whole = Gemma3ForConditionalGeneration(config)
+    """Its checkpoints keep the text model under another prefix than Qwen3.5's."""
+    whole = Gemma3ForConditionalGeneration(tiny_gemma3())
     whole.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    found = match_weights(skeleton(config.get_text_config(), precision="fp32"), str(tmp_path))
+    found = match_weights(skeleton(whole.config.get_text_config(), precision="fp32"), str(tmp_path))
     assert len(found.as_they_are) == len(whole.model.language_model.state_dict())
     for name, value in whole.model.language_model.state_dict().items():
         assert torch.equal(stored[found.as_they_are[f"model.{name}"]], value), name

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import Gemma3Config, Qwen3Config
 
 from packing.buffer import build_buffer
 from packing.example import Example, make_example
 from packing.shards import PartWriter, ShardWriter, open_shards
+from training.kernels.families import FAMILIES, tiny_config
 
 VOCABULARY = 97
 CAPACITY = 64
@@ -75,3 +77,37 @@ def held_out_loss(model: torch.nn.Module, shards: Path) -> float:
             total += float(model(input_ids=ids, labels=labels).loss) * example.supervised
         count += example.supervised
     return total / count
+
+
+def tiny_qwen3(**changes: Any) -> Qwen3Config:
+    """Two layers of attention and MLP."""
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    return Qwen3Config(**{**shape, **changes})
+
+
+TINY_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+"""Of a vision tower, to stand beside a text model."""
+
+
+def tiny_gemma3() -> Gemma3Config:
+    """The multimodal model; its text part is the family's tiny one, with the shards' vocabulary."""
+    (family,) = (family for family in FAMILIES if family.name == "Gemma 3")
+    text = tiny_config(family).to_dict() | {"vocab_size": VOCABULARY, "pad_token_id": 0}
+    return Gemma3Config(text_config=text, vision_config=TINY_VISION, image_token_index=90)
